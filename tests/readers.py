@@ -141,9 +141,9 @@ def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
 
 
 _QUANTIZED = [
-    "W4A16 g32", "W4A16 asymmetric", "W4A16 g16", "W8A8", "compressed FP8 blocks", "NVFP4",
+    "W4A16 g32", "W4A16 asymmetric", "W8A8", "compressed FP8 blocks", "NVFP4A16",
     "MXFP4A16", "GPTQ g32", "GPTQ asymmetric", "GPTQ ordered", "AWQ g64", "NF4", "NF4 twice",
-    "W3A16 asymmetric", "GPTQ 3 bits asymmetric", "GPTQ 2 bits",
+    "W3A16 asymmetric", "GPTQ 3 bits", "GPTQ 2 bits",
     "FP8 blocks of 64", "FP8 rows", "ModelOpt NVFP4", "ModelOpt FP8", "ModelOpt's own file",
 ]  # fmt: skip
 
@@ -158,7 +158,7 @@ def quantized(folder: Path, stack: ExitStack) -> Prepared:
     weight = torch.randn(128, 128, generator=torch.Generator().manual_seed(0)) * 0.1
     for place, name in enumerate(_QUANTIZED):
         (own := folder / str(place)).mkdir()
-        scheme = SCHEMES.get(name, SCHEMES["ModelOpt NVFP4"])
+        scheme = SCHEMES.get(name, SCHEMES["ModelOpt NVFP4"])()
         tensors = {"model.norm.weight": torch.ones(4)}
         for stem in ("mlp.experts.0.up_proj", "self_attn.q_proj"):
             parts = scheme.write(weight)[0].items()

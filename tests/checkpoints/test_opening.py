@@ -4,17 +4,15 @@ import json
 import os
 import re
 import struct
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import open_checkpoint, packed_strings
-from localrt.models.checkpoints.packed_strings import PackedStrings
 from localrt.models.tensor_source import RangedFile
 from tests.checkpoints.make_gguf import write_gguf
 
@@ -42,8 +40,7 @@ def test_gguf_of_any_name(tmp_path):
     ("others", "kind", "opened"),
     [
         (["README.md", "mmproj-m.gguf"], "gguf", "m.gguf"),
-        (["mtp-m.gguf", "m-eagle3-f16.gguf"], "gguf", "m.gguf"),
-        (["m-it-assistant.gguf", "m-DFlash2-f16.gguf", "dspark.gguf"], "gguf", "m.gguf"),
+        (["m-eagle3-f16.gguf", "m-it-assistant.gguf", "m-DFlash2-f16.gguf"], "gguf", "m.gguf"),
         (["config.json"], "gguf", "m.gguf"),
         (["config.json", "model.safetensors", "pytorch_model.bin"], "safetensors", ""),
     ],
@@ -81,22 +78,17 @@ def test_several_ggufs(tmp_path):
     [
         ("llama", "adapter", "is an adapter: .* and give this with `adapters`"),
         ("qwen2", "mmproj", "is an encoder of pictures or sounds .*: put it beside its model"),
-        ("clip", "", "is an encoder of pictures or sounds .*: put it beside its model"),
-        ("imatrix", "", "is an importance matrix"),
         ("llama", "imatrix", "is an importance matrix"),
-        ("controlvector", "", "is a control vector"),
         ("flux", "model", "is a model for pictures, .*: localrt runs language models"),
-        ("whisper", "", "is a model for .*: localrt runs language models"),
     ],
 )
-@pytest.mark.parametrize("name", ["m.gguf", "mmproj-m.gguf"])
-def test_gguf_that_is_no_model(tmp_path, architecture, kind, words, name):
-    metadata = {"general.type": kind} if kind else {}
-    write_gguf(tmp_path / name, architecture, metadata, {"v.weight": (TENSOR, "f32")})
-    for path in (tmp_path, tmp_path / name):
+def test_gguf_that_is_no_model(tmp_path, architecture, kind, words):
+    metadata = {"general.type": kind}
+    write_gguf(tmp_path / "m.gguf", architecture, metadata, {"v.weight": (TENSOR, "f32")})
+    for path in (tmp_path, tmp_path / "m.gguf"):
         with pytest.raises(UnsupportedModelError) as caught:
             open_checkpoint(path)
-        assert re.search(rf"{name} {words}", caught.value.marked)
+        assert re.search(rf"m.gguf {words}", caught.value.marked)
 
 
 @pytest.mark.parametrize("weights", ["adapter_model.safetensors", "adapters.safetensors"])
@@ -128,7 +120,7 @@ def test_other_folders(tmp_path):
         open_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth", "model.ckpt"])
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt"])
 def test_pickles(tmp_path, name):
     add_config(tmp_path)
     (tmp_path / name).write_bytes(b"\x80\x02")
@@ -156,13 +148,6 @@ def test_shard(tmp_path):
         open_checkpoint(tmp_path / "model.safetensors")
 
 
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
-def test_pipe(tmp_path):
-    os.mkfifo(tmp_path / "m.gguf")
-    with pytest.raises(CheckpointError, match="is not a regular file"):
-        open_checkpoint(tmp_path / "m.gguf")
-
-
 DATA = np.random.default_rng(0).integers(0, 256, 100_000, dtype=np.uint8)
 
 
@@ -171,14 +156,6 @@ def file(tmp_path):
     path = tmp_path / "data"
     path.write_bytes(DATA.tobytes())
     return RangedFile(path)
-
-
-def test_threads(file):
-    def same(start):
-        return np.array_equal(file.read(start, 1000), DATA[start : start + 1000])
-
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(same, range(0, 99_000, 300)))
 
 
 def test_bad_ranges(file):
@@ -192,22 +169,6 @@ def test_truncated_while_open(file):
     os.truncate(file.path, 10)
     with pytest.raises(CheckpointError, match="was cut short"):
         file.read(0, 20)
-
-
-def test_closed(file):
-    file.close()
-    file.close()
-    with pytest.raises(CheckpointError, match="is closed"):
-        file.read(0, 1)
-
-
-@given(st.lists(st.binary(max_size=5) | st.text(max_size=3).map(str.encode), max_size=12))
-@example([b"\xe2", b"\x82\xac"])
-@example([b"", b"\xff\xfe", b""])
-def test_prefixed_strings(strings: list[bytes]) -> None:
-    data = b"".join(struct.pack("<Q", len(text)) + text for text in strings)
-    packed = PackedStrings.from_prefixed(np.frombuffer(data, np.uint8), len(strings))
-    assert list(packed) == [text.decode(errors="replace") for text in strings]
 
 
 @given(

@@ -70,17 +70,6 @@ def test_a_model_without_a_head(tmp_path):
     assert set(model.tensors) == set(TENSORS)
 
 
-def test_bf16_travels_as_its_bytes(tmp_path):
-    folder = make_folder(tmp_path / "m")
-    single = values(2, 3)
-    halves = (single.view(np.uint32) >> 16).astype("<u2")
-    header = {"w": entry([2, 3], 0, 12, "BF16")}
-    (folder / "model.safetensors").write_bytes(raw_safetensors(header, halves.tobytes()))
-    read = SafetensorsCheckpoint(folder).read("w")
-    assert read.format.name == "bf16"
-    assert np.array_equal(unpack(read), (single.view(np.uint32) & 0xFFFF0000).view(np.float32))
-
-
 def make_sharded(path):
     path.mkdir()
     (path / "config.json").write_text(json.dumps(CONFIG))
@@ -100,25 +89,14 @@ SIX = tuple(f"model-{part:06d}-of-000002.safetensors" for part in (1, 2))
 # The files of a folder, those that its index lists, and those that are read (or the error).
 LAYOUTS = {
     "whole": ([WHOLE], None, [WHOLE]),
-    "whole-listed": ([WHOLE], [WHOLE], [WHOLE]),
     "odd-name": ([ODD], [ODD], [ODD]),
-    "odd-name-without-index": ([ODD], None, [ODD]),
-    "no-suffix": (["model.safetensors-00001-of-00001"],) * 3,
-    "six-digits": (SIX, SIX, SIX),
     "six-digits-without-index": (SIX, None, SIX),
     "mtp": ([*SIX, "mtp.safetensors"], [*SIX, "mtp.safetensors"], SIX),
-    "mtp-absent": (SIX, [*SIX, "mtp.safetensors"], SIX),
-    "any-names": (["a.safetensors", "b.safetensors"],) * 3,
-    "any-names-without-index": (["a.safetensors"], None, ["a.safetensors"]),
     "stray-whole": ([*SIX, WHOLE], SIX, SIX),
-    "stray-shard": ([*SIX, "z.safetensors"], SIX, SIX),
-    "whole-beside-absent-shards": ([WHOLE], SIX, [WHOLE]),
     "whole-beside-half-of-shards": ([SIX[0], WHOLE], SIX, [WHOLE]),
-    "whole-beside-a-broken-index": ([WHOLE], [], [WHOLE]),
     "adapter": ([WHOLE, "adapter_model.safetensors"], None, [WHOLE]),
     "consolidated": ([*SIX, "consolidated.safetensors"], None, SIX),
     "half-of-shards": ([SIX[0]], SIX, "model-000002-of-000002.safetensors is missing"),
-    "half-without-index": ([SIX[0]], None, "no weights"),
     "two-sets-without-index": ([*SIX, ODD], None, "no weights"),
 }
 
@@ -155,9 +133,7 @@ def test_shard_without_tensor(tmp_path):
         SafetensorsCheckpoint(folder)
 
 
-@pytest.mark.parametrize(
-    "shard", ["../secret.safetensors", "/etc/x.safetensors", "a.bin", 3, "a\\b"]
-)
+@pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/x.safetensors", 3])
 def test_index_outside_folder(tmp_path, shard):
     folder = make_sharded(tmp_path / "m")
     index = {"weight_map": {"w": shard}}
@@ -179,35 +155,6 @@ def test_generation_config(tmp_path):
     }
 
 
-@pytest.mark.parametrize(
-    ("tower", "head"),
-    [
-        ("model.language_model.", "lm_head.weight"),
-        ("language_model.model.", "language_model.lm_head.weight"),
-        ("model.", "lm_head.weight"),
-    ],
-)
-def test_multimodal(tmp_path, tower, head):
-    tensors = {name.replace("model.", tower, 1): array for name, array in TENSORS.items()}
-    tensors[head] = values(6, 8, seed=3)
-    tensors["vision_tower.embeddings.position_ids"] = np.arange(4)
-    tensors["multi_modal_projector.weight"] = values(2, 2)
-    tensors["model.audio_tower.layers.0.weight"] = values(2, 2)
-    config = {
-        "architectures": ["Gemma3ForConditionalGeneration"],
-        "model_type": "gemma3",
-        "hidden_size": 1,
-        "text_config": {"model_type": "gemma3_text", "hidden_size": 8},
-        "vision_config": {"hidden_size": 3},
-    }
-    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
-    assert set(model.tensors) == {*TENSORS, "lm_head.weight"}
-    assert model.read("model.norm.weight").name == "model.norm.weight"
-    assert model.config["hidden_size"] == 8
-    assert model.config["model_type"] == "gemma3_text"
-    assert model.architecture == "Gemma3ForConditionalGeneration"
-
-
 def test_prediction_blocks(tmp_path):
     """Below a prefix of their own (Qwen), or as layers behind the last (GLM, DeepSeek)."""
     extra = ("mtp.fc.weight", "model.mtp_block.weight", "model.layers.1.eh_proj.weight")
@@ -215,29 +162,6 @@ def test_prediction_blocks(tmp_path):
     config = CONFIG | {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
     model = SafetensorsCheckpoint(make_folder(tmp_path / "m", tensors, config))
     assert set(model.tensors) == set(TENSORS)
-
-
-def test_rope_parameters(tmp_path):
-    scaling = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
-    config = CONFIG | {"rope_parameters": {"rope_theta": 5e5, **scaling}}
-    model = SafetensorsCheckpoint(make_folder(tmp_path / "m", config=config))
-    assert model.config["rope_theta"] == 5e5
-    assert model.config["rope_scaling"] == scaling
-
-    config = CONFIG | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}
-    model = SafetensorsCheckpoint(make_folder(tmp_path / "n", config=config))
-    assert model.config["rope_theta"] == 1e4
-    assert "rope_scaling" not in model.config
-
-    by_layer = {
-        "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
-        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
-    }
-    model = SafetensorsCheckpoint(
-        make_folder(tmp_path / "o", config=CONFIG | {"rope_parameters": by_layer})
-    )
-    assert (model.config["rope_theta"], model.config["rope_local_base_freq"]) == (1e6, 1e4)
-    assert model.config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
 def test_other_types(tmp_path):
@@ -251,19 +175,14 @@ BAD_HEADERS = {
     "lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     "long header": (struct.pack("<Q", 1 << 60) + b"{}", "is not a safetensors file"),
     "not json": (raw_safetensors(b"{not json"), "is malformed"),
-    "deep": (raw_safetensors(b"[" * 100_000), "is malformed"),
-    "duplicate": (raw_safetensors(b'{"w": 1, "w": 2}'), "appears twice"),
     "entry": (raw_safetensors({"w": 3}), "entry for 'w' is malformed"),
-    "negative": (raw_safetensors({"w": entry([-2], 0, 8)}, bytes(8)), "entry for 'w' is malformed"),
     "huge": (raw_safetensors({"w": entry([1 << 61], 0, 8)}, bytes(8)), "but has 8 bytes"),
-    "bytes": (raw_safetensors({"w": entry([3], 0, 8)}, bytes(8)), "but has 8 bytes"),
     "hole": (raw_safetensors({"w": entry([2], 4, 12)}, bytes(12)), "should begin at 0"),
     "overlap": (
         raw_safetensors({"a": entry([2], 0, 8), "b": entry([2], 4, 12)}, bytes(12)),
         "tensor 'b' has bytes 4 to 12",
     ),
     "truncated": (raw_safetensors(GOOD, bytes(7)), "is truncated: it has 7 bytes of data"),
-    "trailing": (raw_safetensors(GOOD, bytes(9)), "1 bytes after the data"),
 }
 
 
@@ -281,9 +200,7 @@ def test_bad_headers(tmp_path, case):
     ("name", "text", "message"),
     [
         ("config.json", "[]", "its JSON is not an object"),
-        ("config.json", "{}", "names no architecture"),
         ("config.json", '{"architectures": [7]}', "names no architecture"),
-        ("config.json", '{"model_type": "x", "text_config": 3}', "text_config is not an object"),
         ("generation_config.json", "{", "generation_config.json is malformed"),
         ("model.safetensors.index.json", "{}", "has no weight_map"),
     ],

@@ -35,8 +35,9 @@ _KEYS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_intermediate_size shared_expert_intermediate_size "
     "moe_shared_expert_intermediate_size",
-    "expert_shared_count": "n_shared_experts moe_num_shared_experts",
-    "expert_weights_scale": "routed_scaling_factor",
+    "expert_shared_count": "n_shared_experts moe_num_shared_experts num_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor router_scaling_factor route_scale "
+    "moe_routed_scaling_factor moe_router_scaling_factor",
     "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
@@ -48,11 +49,13 @@ _KEYS = {
     "ssm.group_count": "n_groups mamba_n_groups linear_num_key_heads",
     "ssm.time_step_rank": "mamba_num_heads mamba_n_heads linear_num_value_heads",
     "moe_latent_size": "moe_latent_size",
-    "hyper_connection.count": "hc_count",
+    "hyper_connection.count": "hc_count hc_mult",
+    "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+    "hyper_connection.epsilon": "hc_eps",
     "hyper_connection.low_rank": "hc_lowrank",
-    "attention.indexer.head_count": "indexer_n_heads",
-    "attention.indexer.key_length": "indexer_head_dim",
-    "attention.indexer.top_k": "indexer_budget",
+    "attention.indexer.head_count": "indexer_n_heads index_n_heads",
+    "attention.indexer.key_length": "indexer_head_dim index_head_dim",
+    "attention.indexer.top_k": "indexer_budget index_topk",
     "ple.ngram_size": "ngram_size",
     "ple.heads_per_ngram": "heads_per_ngram",
     "ple.conv_kernel": "ple_conv_kernel_size",
@@ -69,10 +72,18 @@ _SCALING = {
 _SILENT = {
     "expert_weights_norm": "llama qwen2moe qwen3moe olmoe granitemoe gpt-oss qwen35moe qwen3next "
     "lfm2moe granitehybrid qwen4exp kimi-linear mellum",
+    "expert_shared_count": "hy_v3",
     "expert_group_count": "glm4moe kimi-linear",
     "expert_group_used_count": "glm4moe kimi-linear nemotron_h_moe",
 }
 """What files of some architectures do not say."""
+_SIGMOID = "bailingmoe3 cohere2moe exaone-moe glm4moe glm5-next hy_v3 kimi-linear laguna lfm2moe"
+_SIGMOID += " minimax-m2 step35"
+"""Whose files say that experts are scored by sigmoids."""
+_ONE_WIDTH = "gpt-oss granitehybrid granitemoe hunyuan-moe llama4 minimax-m2"
+"""Whose experts' width is the config's only one."""
+_SHARED = "ernie4_5-moe exaone-moe hy_v3"
+"""Whose shared experts are each as wide as the others."""
 
 
 def falcon_inner(config: Any) -> int:
@@ -122,6 +133,13 @@ def gguf_keys(architecture: str, config: Any, *, absorbed: bool) -> dict[str, An
     ]
     if values.get("sliding_window") and kinds and architecture != "gpt-oss":
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
+    if architecture in _SIGMOID.split():
+        found["expert_gating_func"] = 2
+    if architecture in _ONE_WIDTH.split() and found.get("expert_count"):
+        found["expert_feed_forward_length"] = config.intermediate_size
+    if architecture in _SHARED.split():
+        count = values.get("moe_num_shared_experts") or config.num_shared_experts
+        found["expert_shared_feed_forward_length"] = count * config.moe_intermediate_size
     if change := _CHANGES.get(architecture):
         found |= change(config, rope, kinds)
     if absorbed and architecture in ("deepseek2", "glm-dsa", "mistral4"):
@@ -174,14 +192,8 @@ def _deepseek_v4(config: Any, rope: Any, kinds: Any) -> Any:
         "attention.sliding_window_pattern": None,
         "attention.compress_ratios": [ratios[kind.partition("_")[0]] for kind in kinds],
         "attention.compress_rope_freq_base": scaling["rope_theta"],
-        "attention.indexer.head_count": config.index_n_heads,
-        "attention.indexer.key_length": config.index_head_dim,
-        "attention.indexer.top_k": config.index_topk,
         "attention.output_group_count": config.o_groups,
         "attention.output_lora_rank": config.o_lora_rank,
-        "hyper_connection.count": config.hc_mult,
-        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
-        "hyper_connection.epsilon": config.hc_eps,
         "hash_layer_count": config.mlp_layer_types.count("hash_moe"),
         "expert_gating_func": 4,
         "swiglu_clamp_exp": limits,
@@ -209,17 +221,10 @@ def _glm5(config: Any, rope: Any, kinds: Any) -> Any:
         "ssm.conv_kernel": config.linear_conv_kernel_dim,
         "kda.head_dim": config.linear_head_dim,
         "kda.gate_lower_bound": config.linear_lower_bound,
-        "attention.indexer.head_count": config.index_n_heads,
-        "attention.indexer.key_length": config.index_head_dim,
-        "attention.indexer.top_k": config.index_topk,
         "attention.indexer.kpool": config.index_kpool,
         "attention.indexer.kpool_select_tail": True,
         "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
-        "hyper_connection.count": config.hc_mult,
-        "hyper_connection.sinkhorn_iterations": config.hc_sinkhorn_iters,
-        "hyper_connection.epsilon": config.hc_eps,
         "leading_dense_block_count": config.mlp_layer_types.count("dense"),
-        "expert_gating_func": 2,
         "swiglu_clamp_exp": limits,
         "swiglu_clamp_shexp": limits,
     }
@@ -276,9 +281,7 @@ def _kimi(config: Any, rope: Any, kinds: Any) -> Any:
         "kda.head_dim": config.linear_head_dim,
         "context_length": config.model_max_length,
         "expert_used_count": config.num_experts_per_token,
-        "expert_shared_count": config.num_shared_experts,
         "leading_dense_block_count": config.mlp_layer_types.count("dense"),
-        "expert_gating_func": 2,
     }
 
 
@@ -287,8 +290,7 @@ def _lfm2(config: Any, rope: Any, kinds: Any) -> Any:
     if getattr(config, "block_auto_adjust_ff_dim", False):
         scaled = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
         width = -(-scaled // config.block_multiple_of) * config.block_multiple_of
-    sparse = {"expert_gating_func": 2} if hasattr(config, "num_experts") else {}
-    return {**_groups(config, kinds), "feed_forward_length": width, **sparse}
+    return {**_groups(config, kinds), "feed_forward_length": width}
 
 
 def _groups(config: Any, kinds: Any) -> Any:
@@ -304,7 +306,7 @@ def _granite_hybrid(config: Any, rope: Any, kinds: Any) -> Any:
         "rope.scaling.finetuned": config.position_embedding_type == "rope",
     }
     if config.num_local_experts:
-        return {**own, "expert_feed_forward_length": config.intermediate_size}
+        return own
     none = dict.fromkeys(("expert_count", "expert_used_count", "expert_shared_feed_forward_length"))
     return {**own, **none, "feed_forward_length": shared}
 
@@ -316,9 +318,7 @@ def _laguna(config: Any, rope: Any, kinds: Any) -> Any:
         "rope.freq_base_swa": sliding["rope_theta"],
         "leading_dense_block_count": config.mlp_layer_types.count("dense"),
         "attention.head_count": config.num_attention_heads_per_layer,
-        "expert_weights_scale": config.moe_routed_scaling_factor,
         "expert_weights_norm": True,
-        "expert_gating_func": 2,
     }
     whole = "sliding_attention" not in kinds
     none = ("attention.sliding_window", "attention.sliding_window_pattern")
@@ -354,7 +354,6 @@ def _cohere2_moe(config: Any, rope: Any, kinds: Any) -> Any:
         **_cohere2(config, rope, kinds),
         "feed_forward_length": config.prefix_dense_intermediate_size or inner,
         "expert_feed_forward_length": inner,
-        "expert_shared_count": config.num_shared_experts,
         "expert_shared_feed_forward_length": inner * config.num_shared_experts,
         "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config.expert_selection_fn],
         "leading_dense_block_count": config.mlp_layer_types.count("dense"),
@@ -376,9 +375,7 @@ def _step(config: Any, rope: Any, kinds: Any) -> Any:
         "rope.dimension_count": config.head_dim,  # of which half turns without a window
         "rope.freq_base_swa": config.rope_parameters.get("sliding_attention", rope)["rope_theta"],
         "expert_shared_feed_forward_length": config.share_expert_dim,
-        "expert_weights_scale": config.moe_router_scaling_factor,
         "expert_weights_norm": True,
-        "expert_gating_func": 2,
     }
 
 
@@ -388,30 +385,13 @@ _CHANGES: Mapping[str, Any] = {
         "attention.sliding_window_pattern": None,  # every fourth layer has none
     },
     "cohere2moe": _cohere2_moe,
-    "exaone-moe": lambda config, rope, kinds: {
-        "expert_shared_count": config.num_shared_experts,
-        "expert_shared_feed_forward_length": config.num_shared_experts
-        * config.moe_intermediate_size,
-        "expert_gating_func": 2,
-        "rope.scaling.type": "none",
-    },
-    "hy_v3": lambda config, rope, kinds: {
-        "expert_shared_feed_forward_length": config.num_shared_experts
-        * config.moe_intermediate_size,
-        "expert_weights_norm": True,
-        "expert_weights_scale": config.router_scaling_factor,
-        "expert_gating_func": 2,
-    },
+    "exaone-moe": lambda config, rope, kinds: {"rope.scaling.type": "none"},
+    "hy_v3": lambda config, rope, kinds: {"expert_weights_norm": True},
     "step35": _step,
     "hunyuan-moe": lambda config, rope, kinds: {
         "expert_used_count": config.moe_topk,
         "expert_shared_count": 1,
-        "expert_feed_forward_length": config.intermediate_size,
         "expert_shared_feed_forward_length": config.intermediate_size,
-    },
-    "minimax-m2": lambda config, rope, kinds: {
-        "expert_feed_forward_length": config.intermediate_size,
-        "expert_gating_func": 2,
     },
     "mistral3": lambda config, rope, kinds: {
         "attention.temperature_scale": rope.get("llama_4_scaling_beta")
@@ -419,29 +399,15 @@ _CHANGES: Mapping[str, Any] = {
     "granite_swa": lambda config, rope, kinds: {
         "attention.rope_pattern": [base != 0 for base in config.layer_rope_theta]
     },
-    "ernie4_5-moe": lambda config, rope, kinds: {
-        "expert_shared_feed_forward_length": config.moe_num_shared_experts
-        * config.moe_intermediate_size
-    },
     "qwen3vl": lambda config, rope, kinds: {"n_deepstack_layers": 1},
     "qwen3vlmoe": lambda config, rope, kinds: {"n_deepstack_layers": 1},
-    "glm4moe": lambda config, rope, kinds: {"expert_gating_func": 2},
-    "granitemoe": lambda config, rope, kinds: {
-        "expert_feed_forward_length": config.intermediate_size
-    },
     "muse-glimmer": lambda config, rope, kinds: {"logit_scale": config.output_multiplier},
-    "afmoe": lambda config, rope, kinds: {
-        "expert_shared_count": config.num_shared_experts,
-        "expert_weights_scale": config.route_scale,
-        "expert_weights_norm": True,
-    },
+    "afmoe": lambda config, rope, kinds: {"expert_weights_norm": True},
     "laguna": _laguna,
     "llama4": lambda config, rope, kinds: {
         "feed_forward_length": config.intermediate_size_mlp,
-        "expert_feed_forward_length": config.intermediate_size,
         "interleave_moe_layer_step": config.interleave_moe_layer_step,
     },
-    "gpt-oss": lambda config, rope, kinds: {"expert_feed_forward_length": config.intermediate_size},
     "mellum": lambda config, rope, kinds: {
         "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"]
     },
@@ -459,9 +425,6 @@ _CHANGES: Mapping[str, Any] = {
     },
     "glm-dsa": lambda config, rope, kinds: {
         **_deepseek(config, rope, kinds),
-        "attention.indexer.head_count": config.index_n_heads,
-        "attention.indexer.key_length": config.index_head_dim,
-        "attention.indexer.top_k": config.index_topk,
         "attention.indexer.types": [kind == "full" for kind in config.indexer_types],
     },
     "deepseek4": _deepseek_v4,

@@ -22,16 +22,10 @@ from tests.models.gguf_keys import falcon_inner, full_layer, gguf_keys
 _NAMES = {
     "llama": "llama llama-tied-bias mixtral",
     "qwen2": "qwen2 internvl",
-    "qwen3": "qwen3 internvl-qwen3",
-    "gemma3": "gemma3",
     "phi3": "phi3 phi3-longrope",
-    "smollm3": "smollm3",
     "mistral3": "ministral3 mistral3",
-    "olmo2": "olmo2 olmo3 olmo3-yarn",
-    "exaone4": "exaone4",
-    "exaone-moe": "exaone-moe",
+    "olmo2": "olmo2 olmo3-yarn",
     "seed_oss": "seed-oss",
-    "granite": "granite",
     "granite_swa": "granite-swa granite-moe-swa",
     "hunyuan-dense": "hunyuan",
     "ernie4_5": "ernie",
@@ -41,47 +35,37 @@ _NAMES = {
     "qwen3vl": "qwen3-vl",
     "qwen3vlmoe": "qwen3-vl-moe",
     "glm4": "glm4 glm4v glm-ocr",
-    "cohere2": "cohere2",
     "cohere2moe": "cohere2-moe cohere2-moe-dense-first",
-    "minimax-m2": "minimax-m2",
-    "hunyuan-moe": "hunyuan-moe",
-    "apertus": "apertus",
     "glm4moe": "glm4-moe glm4-moe-norms glm4v-moe solar-open",
     "hy_v3": "hy-v3",
     "step35": "step",
-    "falcon-h1": "falcon-h1 falcon-h1-normed",
     "nemotron_h": "nemotron-h",
     "nemotron_h_moe": "nemotron-h-moe nemotron-h-latent",
-    "kimi-linear": "kimi-linear",
     "bailingmoe3": "ling ling-ranked",
     "qwen3next": "qwen3-next",
     "qwen35": "qwen3.5",
     "qwen35moe": "qwen3.5-moe",
     "qwen4exp": "qwen4-exp-wide",
-    "lfm2": "lfm2",
     "lfm2moe": "lfm2-moe",
     "granitehybrid": "granite-hybrid granite-hybrid-moe",
     "qwen2moe": "qwen2-moe",
-    "qwen3moe": "qwen3-moe internvl-moe",
-    "olmoe": "olmoe",
-    "mellum": "mellum",
+    "qwen3moe": "qwen3-moe",
     "granitemoe": "granite-moe granite-moe-shared",
-    "gpt-oss": "gpt-oss",
-    "muse-glimmer": "muse-glimmer",
-    "afmoe": "afmoe",
     "llama4": "llama4-whole",
-    "mistral4": "mistral4",
-    "laguna": "laguna laguna-numbers",
     "gemma4": "gemma4 gemma4-double-wide gemma4-keys-as-values gemma4-moe gemma4-unified "
     "gemma4-unified-whole",
-    "gemma4-assistant": "gemma4-assistant",
     "deepseek2": "deepseek-v2 deepseek-v2-lite deepseek-v2-dense deepseek-v3 deepseek-v3-plain "
     "glm4-moe-lite kimi-k2.5",
-    "glm-dsa": "glm-dsa",
     "deepseek4": "deepseek-v4-file",
     "glm5-next": "glm5-next-file",
 }
-FILES = {name: file for file, names in _NAMES.items() for name in names.split()}
+_SAME = (
+    "qwen3 gemma3 smollm3 exaone4 exaone-moe granite cohere2 minimax-m2 hunyuan-moe apertus "
+    "falcon-h1 kimi-linear lfm2 olmoe mellum gpt-oss muse-glimmer afmoe mistral4 laguna "
+    "gemma4-assistant glm-dsa"
+)
+FILES = {name: name for name in _SAME.split()}
+FILES |= {name: file for file, names in _NAMES.items() for name in names.split()}
 """What each tiny config's file calls its architecture."""
 
 _NEWER = {
@@ -200,22 +184,18 @@ def write_tiny_gguf(
     name: str,
     *,
     kind: str = "f32",
-    together: bool = False,
     stacked: bool = True,
     absorbed: bool = True,
-    groups: bool = True,
     predicting: int = 0,
     only_block: bool = False,
     without: tuple[str, ...] = (),
 ) -> Path:
     """The model in ``folder``, of the tiny config ``name``, as the file ``path``.
 
-    Matrices are of the ggml type ``kind``. ``together`` leaves DeltaNet's projections in one
-    matrix, as the first files of Qwen3-Next do; without ``stacked`` every expert is a tensor, as in
-    Mixtral's first files. ``absorbed`` writes DeepSeek's ``attn_k_b`` and ``attn_v_b``; without
-    ``groups`` the file is silent on those of experts. ``predicting`` blocks of multi-token
-    prediction follow the layers: the folder's, if it has one. ``only_block`` leaves the layers out,
-    ``without`` tensors that end so.
+    Matrices are of the ggml type ``kind``. Without ``stacked`` every expert is a tensor, as in
+    Mixtral's first files. ``absorbed`` writes DeepSeek's ``attn_k_b`` and ``attn_v_b``.
+    ``predicting`` blocks of multi-token prediction follow the layers: the folder's, if it has one.
+    ``only_block`` leaves the layers out, ``without`` tensors that end so.
     """
     architecture = FILES[name]
     config = json.loads((folder / "config.json").read_text("utf-8"))
@@ -223,13 +203,11 @@ def write_tiny_gguf(
     config.setdefault("num_hidden_layers", len(config.get("layers_block_type", ())))
     config = SimpleNamespace(**config)
     state = {key: value for file in folder.glob("*.safetensors") for key, value in _loaded(file)}
-    model = _Model(architecture, config, together=together, stacked=stacked, absorbed=absorbed)
+    model = _Model(architecture, config, stacked=stacked, absorbed=absorbed)
     metadata = gguf_keys(architecture, config, absorbed=absorbed)
     count = metadata["block_count"]
     block = {own: state.pop(key) for key in list(state) if (own := _of_block(key, count))}
     tensors = model.tensors(state)
-    if not groups:
-        metadata = {key: value for key, value in metadata.items() if "expert_group" not in key}
     if predicting:
         _add_prediction(tensors, metadata, config, predicting, model.tensors(block))
     whole = {f"{architecture}.{key}": value for key, value in metadata.items()}
@@ -251,7 +229,7 @@ def write_tiny_gguf(
 
 def gguf_tensors(architecture: str, config: Any, state: Mapping[str, Array]) -> dict[str, Array]:
     """A model's tensors by their names in a file, and in its form."""
-    model = _Model(architecture, config, together=False, stacked=True, absorbed=True)
+    model = _Model(architecture, config, stacked=True, absorbed=True)
     return model.tensors({key.replace("language_model.", ""): state[key] for key in state})
 
 
@@ -289,11 +267,9 @@ def _loaded(file: Path) -> Iterator[tuple[str, Array]]:
 class _Model:
     """One model's tensors in the file's form."""
 
-    def __init__(
-        self, architecture: str, config: Any, *, together: bool, stacked: bool, absorbed: bool
-    ) -> None:
+    def __init__(self, architecture: str, config: Any, *, stacked: bool, absorbed: bool) -> None:
         self.architecture, self.config = architecture, config
-        self.together, self.stacked, self.absorbed = together, stacked, absorbed
+        self.stacked, self.absorbed = stacked, absorbed
         self.maps = [
             gguf.get_tensor_name_map(arch, config.num_hidden_layers + 1)
             for arch, name in gguf.MODEL_ARCH_NAMES.items()
@@ -356,9 +332,7 @@ class _Model:
         if "shared_mlp.output_linear" in key and not config.num_local_experts:
             return {f"{prefix}ffn_down.weight": value}
         if module == "in_proj_qkvz":
-            return (
-                {f"{prefix}ssm_in.weight": value} if self.together else self._apart(prefix, value)
-            )
+            return self._apart(prefix, value)
         if module == "index_qk_proj":
             first = config.indexer_n_heads * config.indexer_head_dim
             parts = zip("qk", np.split(value, [first]), strict=True)

@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from safetensors.numpy import load_file, save_file
 
 import localrt
@@ -46,48 +44,27 @@ from tests.mutations import changed, is_line, refusal
     [
         ("llama", "hidden_size", 32, "wrong shape"),
         ("llama", "num_hidden_layers", 4, "missing"),
-        ("llama", "num_hidden_layers", 2, "not part of"),
-        ("llama", "vocab_size", 10**12, "vocab_size"),
         ("llama", "num_key_value_heads", 3, "multiple"),
         ("llama", "hidden_act", "relu6", "relu6"),
         ("llama", "rms_norm_eps", "tiny", "rms_norm_eps"),
         ("laguna", "num_attention_heads_per_layer", [6, 6], "2 entries for 3 layers"),
         ("llama4", "num_experts_per_tok", 2, "must be 1 .*is 2"),
-        ("gemma4", "num_kv_shared_layers", 6, "num_kv_shared_layers"),
         ("qwen3-moe", "num_experts_per_tok", 9, r"9 experts .*\(top-k\) cannot be chosen of 8"),
         ("qwen3-moe", "num_experts", 9, r"mlp\.gate\.weight \(8, 64\); .* asks for \(9, 64\)"),
-        ("qwen3-moe", "scoring_func", "entmax", "scoring_func 'entmax' is not supported"),
         ("hunyuan-moe", "moe_topk", [3, 3, 2], "moe_topk must be the same for all layers"),
         ("gpt-oss", "num_local_experts", 6, "holds 8 experts, the config says 6"),
-        ("deepseek-v3", "qk_rope_head_dim", 15, "even"),
         ("deepseek-v3", "n_group", 3, "equal groups"),
-        ("qwen4-exp", "hc_count", 1, "hc_count must be at least 2, is 1"),
-        ("qwen4-exp", "ple_layer_ids", [9], "ple_layer_ids must be a layer from 1 to 3, is 9"),
-        ("qwen4-exp", "indexer_budget", 10, "a multiple of its blocks of 4 tokens"),
-        ("qwen4-exp", "eos_token_id", 999, "eos_token_id must be below 211, is 999"),
         ("phi3-longrope", ("rope_parameters", "long_factor"), {}, "needs 6 numbers"),
-        ("phi3-longrope", ("rope_parameters", "long_factor", 0), 0.0, "too large or too small"),
         ("llama-yarn", ("rope_parameters", "rope_theta"), 1.0, "above 1"),
-        ("llama-yarn", "rms_norm_eps", ["x" * 1000], r"rms_norm_eps .{30,120}$"),
         ("falcon-h1", "ssm_multipliers", [1.0, 0.0], "ssm_multipliers must be 5 positive numb"),
-        ("nemotron-h-groups", "layers_block_type", "ME*G", "'G' of layer 3 is not supported"),
-        ("nemotron-h-groups", "mamba_num_heads", 7, "heads .7. must be a multiple of key_heads"),
-        ("granite-hybrid-moe", "mamba_n_groups", 3, "mamba_n_groups .3. must divide 128"),
-        ("qwen3.5-moe", "linear_num_key_heads", 7, "must be a multiple of key_heads .7"),
         ("deepseek-v4", "first_k_dense_replace", 1, None),  # all layers have experts
-        ("deepseek-v4", "hc_sinkhorn_iters", 10**6, "hc_sinkhorn_iters"),
-        (
-            "glm5-next",
-            ("text_config", "index_topk"),
-            13,
-            "must be a multiple of its blocks of 4 tokens, is 13",
-        ),
         (
             "glm5-next",
             ("text_config", "indexer_types"),
             ["shared"] * 4,
             "no layer before layer 1 has an indexer",
         ),
+        ("qwen2.5-vl", ("text_config", "rope_parameters", "mrope_section"), [9, -2, 1], "add up"),
         (
             "llama",
             "architectures",
@@ -115,7 +92,7 @@ def load_config(folder: Path, config: Any) -> None:
         load_ours(folder)
 
 
-@pytest.mark.parametrize("value", [10**400, "x" * 10_000, [], {}, None])
+@pytest.mark.parametrize("value", [10**400, [], None])
 def test_odd_model_type(value: Any, tmp_path: Path) -> None:
     given = {**vars(save_tiny("llama", tmp_path).config), "model_type": value}
     assert is_line(refusal(lambda: load_config(tmp_path, given)))
@@ -148,15 +125,15 @@ def change_head(folder: Path, kind: str) -> None:
 
 
 def theirs(folder: Path) -> Any:
+    import torch
+    import transformers
+
     config = transformers.AutoConfig.from_pretrained(folder)
     return auto_class(config).from_pretrained(folder, dtype=torch.float32).eval()
 
 
 # One of each way to name a head's tensors.
-@some(
-    CONFIGS | MIXTURES,
-    ("deepseek-v2", "gemma4", "llama", "llava", "nemotron-h", "qwen3-moe", "qwen3-vl"),
-)
+@some(CONFIGS | MIXTURES, ("deepseek-v2", "llama", "nemotron-h", "qwen3-vl"))
 def test_another_head_and_none(name: str, tmp_path: Path) -> None:
     """A head that differs counts, whatever the config says. One that is neither in the files nor
     tied: opened for embeddings, with a line for those who want text.
@@ -181,7 +158,7 @@ FLAGS = (True, False, None)
 @pytest.mark.parametrize("head", ["other", "equal", "none"])
 @pytest.mark.parametrize("inner", FLAGS)
 @pytest.mark.parametrize("outer", FLAGS)
-@pytest.mark.parametrize("name", ["qwen3-vl", "mistral3"])
+@some(("qwen3-vl", "mistral3"), ("mistral3",))
 def test_flags_of_models_that_see(
     name: str, outer: bool | None, inner: bool | None, head: str, tmp_path: Path
 ) -> None:
@@ -207,10 +184,11 @@ def test_flags_of_models_that_see(
 
 def test_outer_defaults() -> None:
     """Those that tie the head where their outer config does not say."""
-    kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     seen = "gemma3 gemma4 idefics3 internvl lfm2_vl llava mistral3 qwen2_5_vl qwen2_vl minicpmv4_6"
     more = "paddleocr_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm"
-    tied = {kind for kind in f"{seen} {more}".split() if kinds[kind]().tie_word_embeddings}
+    tied = {kind for kind in f"{seen} {more}".split() if CONFIG_MAPPING[kind]().tie_word_embeddings}
     assert tied == TIED_OUTSIDE
 
 

@@ -79,14 +79,14 @@ def test_files_that_are_links(tiny_folder: Path, tmp_path: Path) -> None:
     assert check_first(folder, tmp_path).endswith("tensors, config, tokenizer")
 
 
-DEATHS = [
-    ("os.abort()", "Abort" if os.name != "nt" else ""),
-    ("raise MemoryError", "MemoryError"),
-    ("raise IndexError('7 of 3')", "IndexError: 7 of 3"),
-]
-
-
-@pytest.mark.parametrize(("code", "reason"), DEATHS, ids=[code for code, _ in DEATHS])
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("os.abort()", "Abort" if os.name != "nt" else ""),
+        ("raise IndexError('7 of 3')", "IndexError: 7 of 3"),
+    ],
+    ids=["abort", "error"],
+)
 def test_what_ends_that_process_is_refused(
     code: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,24 +123,14 @@ def test_too_much_memory_is_refused(
     assert "MemoryError" in line
 
 
-@pytest.mark.parametrize("code", ["pass", "raise SystemExit(3)", "print('Usage: me [OPTIONS]')"])
 def test_a_process_that_is_not_ours_checks_nothing(
-    code: str, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the interpreter is another program: models are used, and nothing is recorded."""
-    runs_instead(code, monkeypatch)
+    runs_instead("print('Usage: me [OPTIONS]')", monkeypatch)
     line = check_first(tiny_folder, tmp_path / "cache")
     assert line == "no: the process that checks it does not start"
     assert not (tmp_path / "cache").exists()
-
-
-def test_warnings_before_the_check(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As the system's own, of a library to be preloaded that is not there."""
-    main = "from localrt.models import first_opening as own; own.main()"
-    runs_instead(f"print('ERROR: ld.so: ignored.'); {main}", monkeypatch)
-    assert check_first(tiny_folder, tmp_path).endswith("tensors, config, tokenizer")
 
 
 def test_no_process_can_be_started(

@@ -15,7 +15,6 @@ from safetensors.torch import load_file, save_file
 
 from localrt.common.errors import LocalrtError, UnsupportedModelError
 from localrt.drafts.heads.dflash import BlockDecoder
-from localrt.drafts.heads.eagle3 import FeatureBlock
 from localrt.drafts.heads.files import HeadConfig, open_head
 from localrt.drafts.heads.load import Shared, load_head, read_head_config
 from localrt.models.checkpoints import open_checkpoint
@@ -25,14 +24,8 @@ from localrt.planning.models import shape_of
 from localrt.quant.ops.arrays import AFTER_LAST, CARRIED, Features
 from localrt.quant.ops.protocol import Batch, Span
 from tests.models.make_gguf import write_tiny_gguf
-from tests.models.tiny import (
-    SIZES,
-    edited,
-    load_ours,
-    relative_error,
-    tiny_model,
-    tokens,
-)
+from tests.models.test_model import some
+from tests.models.tiny import SIZES, edited, load_ours, relative_error, tiny_model, tokens
 from tests.models.tiny_heads import (
     BLOCK,
     CLUSTERS,
@@ -43,7 +36,7 @@ from tests.models.tiny_heads import (
     TinyEagle3,
 )
 
-BLOCKS = ("qwen3.5", "qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3-plain")
+BLOCKS = ("qwen3.5-moe", "qwen3-next", "glm4-moe", "deepseek-v3-plain")
 IDS = tokens(14)
 WIDTH, VOCAB = SIZES["hidden_size"], SIZES["vocab_size"]
 
@@ -82,7 +75,10 @@ def matrices() -> tuple[torch.Tensor, torch.Tensor]:
     return tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
 
 
-@pytest.fixture(scope="module", params=BLOCKS)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3.5", *(pytest.param(name, marks=pytest.mark.slow) for name in BLOCKS)],
+)
 def block(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return TinyBlock(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -112,24 +108,22 @@ def test_mtp_block_of_a_file_of_the_folder(tmp_path: Path) -> None:
     block = TinyBlock("qwen3.5", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
-    files = {"model-00001.safetensors": {}, "mtp.safetensors": {}}
-    for name, tensor in state.items():
-        files["mtp.safetensors" if name.startswith("mtp.") else "model-00001.safetensors"][name] = (
-            tensor
-        )
-    for file, tensors in files.items():
-        save_file(tensors, tmp_path / file)
-    index = {name: file for file, tensors in files.items() for name in tensors}
+    index = {
+        name: "mtp.safetensors" if name.startswith("mtp.") else "model-00001.safetensors"
+        for name in state
+    }
+    for file in set(index.values()):
+        own = {name: tensor for name, tensor in state.items() if index[name] == file}
+        save_file(own, tmp_path / file)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     hidden, theirs = block.expected(IDS)
     found = block_logits(tmp_path, load_ours(tmp_path), hidden)
     assert relative_error(found, theirs) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "glm4-moe"])
-def test_mtp_block_without_a_norm_of_its_own(name: str, tmp_path: Path) -> None:
+def test_mtp_block_without_a_norm_of_its_own(tmp_path: Path) -> None:
     """It has the model's, which a file that holds only the block has for this."""
-    block = TinyBlock(name, tmp_path)
+    block = TinyBlock("glm4-moe", tmp_path)
     block.block.model.norm.weight = block.target.model.norm.weight
     without = ("shared_head_norm.weight",)
     path = write_block(block, tmp_path / "m.gguf", without=without)
@@ -149,63 +143,41 @@ def check_is_head(path: Path, told: str) -> None:
         shape_of(path)
 
 
-FORMS_OF_FILES = ["gguf", "gguf-i32", "gguf-rope_freqs", "gguf-token_embd", "gguf-no d2t"]
-
-
-@pytest.mark.parametrize("form", ["folder", "speculators", *FORMS_OF_FILES])
-@pytest.mark.parametrize("flag", ["", "norm_before_fc", "norm_before_residual"])
-def test_eagle3_head(flag: str, form: str, llama: Decoder, matrices: Any, tmp_path: Path) -> None:
-    own, embedding, divisors = tmp_path, matrices[0], torch.ones(8)
+@pytest.mark.parametrize(
+    ("form", "flag"),
+    [
+        *((form, "") for form in ("folder", "speculators", "gguf", "gguf without d2t")),
+        *(("gguf", flag) for flag in ("norm_before_fc", "norm_before_residual")),
+        ("speculators", "norm_before_fc"),
+    ],
+)
+def test_eagle3_head(form: str, flag: str, llama: Decoder, matrices: Any, tmp_path: Path) -> None:
+    own, divisors = tmp_path, torch.ones(8)
     tiny = TinyEagle3(own, WIDTH, VOCAB, **({flag: True} if flag else {}))
     if form == "speculators":
         tiny.save_speculators(own)
     elif form != "folder":
-        what, more = form.removeprefix("gguf").removeprefix("-"), {}
-        if what == "rope_freqs":
-            divisors = torch.linspace(1, 8, 8)
-            more[what] = divisors.numpy()
-        if what == "token_embd":
-            embedding = torch.randn(VOCAB, WIDTH)
-            more[what] = embedding.numpy()
-        if what == "no d2t":  # nor an output matrix: all tokens, and the model's
+        if form == "gguf without d2t":  # nor an output matrix: all tokens, and the model's
             tiny.tokens = np.arange(VOCAB)
             del tiny.weights["lm_head.weight"]
-        how = {"kind": "i32" if what == "i32" else "i64", "mapped": what != "no d2t"}
-        own = tiny.save_gguf(tmp_path / "eagle3.gguf", more=more, **how)
+        divisors = torch.linspace(1, 8, 8)
+        how = {"mapped": form == "gguf", "more": {"rope_freqs": divisors.numpy()}}
+        own = tiny.save_gguf(tmp_path / "eagle3.gguf", **how)
         tiny.weights.setdefault("lm_head.weight", matrices[1])
     check_is_head(own, "an EAGLE-3 head")
     config, head = load_block(own, llama)
     assert config.layers == (1, 2, AFTER_LAST)
-    if form == "gguf-no d2t":
+    if form == "gguf without d2t":
         assert config.tokens is None
     else:
         assert np.array_equal(config.tokens, tiny.tokens)
     features = Features(config.layers, np.empty((len(IDS), 3 * WIDTH), np.float32))
     llama.forward(Batch.extend([(llama.cache(32), IDS)]), rows=[], features=features)
-    given = embedding[IDS[1:]], torch.tensor(features.rows[:-1])
+    given = matrices[0][IDS[1:]], torch.tensor(features.rows[:-1])
     theirs = tiny.expected(*given, divisors).numpy()
     cache, ids = head.cache(32), np.array(IDS[1:])
     batch = Batch(ids, np.arange(1, len(IDS)), (Span(cache, len(ids)),))
     assert relative_error(head.forward(batch, target_features=features.rows[:-1]), theirs) < 1e-4
-
-
-@pytest.mark.parametrize(
-    ("changes", "residual", "own"),
-    [
-        ({}, False, False),
-        ({"norm_before_residual": None}, True, False),  # as vLLM reads it
-        ({"norm_output": True}, False, True),
-    ],
-)
-def test_norms_of_speculators(
-    changes: dict[str, Any], residual: bool, own: bool, llama: Decoder, tmp_path: Path
-) -> None:
-    folder = edited(TinyEagle3(tmp_path, WIDTH, VOCAB).save_speculators(tmp_path), **changes)
-    with closing(open_head(folder)) as checkpoint:
-        config = read_head_config(checkpoint, llama.config)
-    assert config.own_normed is own
-    assert isinstance(config.decoder.block, FeatureBlock)
-    assert config.decoder.block.residual_normed is residual
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
@@ -248,7 +220,6 @@ NESTED = {
 
 FORMS: dict[str, dict[str, Any]] = {
     "folder": {},
-    "in pairs": {"in_pairs": True},
     "causal": {"is_causal": True, "window": 8},
     "bonus anchor": {"sample_from_anchor": False},
     "speculators": {"aux_hidden_state_layer_ids": [1, 2, 3], "target_layer_ids": None},
@@ -305,7 +276,7 @@ ASSISTANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ASSISTANTS)
+@some(ASSISTANTS, ("gemma4", "gemma4-unified-whole"))
 @pytest.mark.parametrize("form", ["folder", "gguf"])
 @pytest.mark.parametrize("held", [5, 23])
 def test_assistant(name: str, held: int, form: str, tmp_path: Path) -> None:
@@ -356,11 +327,7 @@ def dflash_file(folder: Path, **keys: Any) -> Path:
     ("make", "changes", "said"),
     [
         (eagle3, {"hidden_size": 32}, "hidden numbers"),
-        (
-            eagle3,
-            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}},
-            "it reads layers",
-        ),
+        (eagle3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 9]}}, "it reads layers"),
         (dflash, {"dflash_config": {"mask_token_id": 7}}, "layers that it reads are None"),
         (dflash, {"markov_head_type": "gated"}, "with its markov_head_type is not supported"),
         (dflash_file, {"target_layers": [0, 4]}, r"it reads layers \[-1, 3\], and the model has 3"),

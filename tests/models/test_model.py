@@ -13,17 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
-from localrt.common.errors import CancelledError, OptionError
+import localrt
+from localrt.common.errors import CheckpointError, OptionError
+from localrt.evaluate import evaluate
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.decoder import Decoder, FinalNorm
+from localrt.models.decoder import Decoder
 from localrt.models.registry import ARCHITECTURES, ENCODERS, find_architecture, read_config
-from localrt.quant.choose import make_ops, missing_on_gpu
+from localrt.quant.choose import missing_on_gpu
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.kv_formats import CacheFormat
-from localrt.quant.ops.protocol import Batch, Span
+from localrt.quant.ops.protocol import Batch
 from tests.conftest import needs_kernels
 from tests.models.make_gguf import FILES
 from tests.models.tiny import (
@@ -33,6 +34,7 @@ from tests.models.tiny import (
     load_ours,
     logits_of,
     relative_error,
+    save_tiny,
     tiny_model,
     tokens,
 )
@@ -46,6 +48,8 @@ ROUNDED = 0.03  # weights are float32 here: what the kernels round is the cache,
 LENGTH = 40  # beyond the window of the windowed configs
 MODELS = CONFIGS | MIXTURES
 PAGE = Path(__file__).parents[2] / "docs/models.md"
+TRAINED = Path(__file__).parents[1] / "data" / "mixture"
+PERPLEXITY = 5.2752  # of transformers in float32, of the weights as they were trained
 _CODE = re.compile(r"`([^`]+)`")
 # One for each kind of layer; the others are for CI.
 SOME = ("cohere2", "deepseek-v3", "deepseek-v4", "falcon-h1", "gemma4", "glm5-next", "gpt-oss")
@@ -79,7 +83,6 @@ def test_kernels(name: str, tmp_path: Path) -> None:
 
 # What older converters wrote otherwise
 OLDER: dict[str, tuple[str, dict[str, bool]]] = {
-    "qwen3-next, projections together": ("qwen3-next", {"together": True}),
     "mixtral, single experts": ("mixtral", {"stacked": False}),
     **{
         f"{name}, one kv_b": (name, {"absorbed": False})
@@ -101,10 +104,10 @@ def test_older_gguf(name: str) -> None:
 def test_llama_cpp(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nearly: the GELU of Gemma is of half precision there."""
     own, how = FORMS[name]
-    if FILES[own] == "deepseek2" or "stacked" in how:
-        pytest.skip("V2 Lite is known by its layers: test_published.py; experts have to be stacked")
+    if own == "deepseek-v2-lite" or "stacked" in how:
+        pytest.skip("V2 Lite is known by its 27 layers; experts have to be stacked")
     path, ids = tiny_model(own).gguf(**how), tokens(LENGTH, seed=8)
-    most = 2e-3 if own.startswith("gemma") else 1e-3
+    most = 0.01 if FILES[own] == "deepseek2" else 2e-3 if own.startswith("gemma") else 1e-3
     assert relative_error(logits_of(path, ids), llama_cpp_logits(path, ids, monkeypatch)) < most
 
 
@@ -117,43 +120,11 @@ def test_longrope(form: str, count: int) -> None:
     assert relative_error(logits_of(path, ids), tiny.logits(ids)) < TOLERANCE
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "cohere2", "deepseek-v3-dense", "gemma4", "lfm2", "qwen3.5"]
-)
-def test_tree_and_cancel(name: str) -> None:
-    """A tree's paths are what each computes alone; what is cancelled leaves nothing."""
-    model, prompt = load_ours(tiny_model(name).folder), tokens(12)
-    # Node 0 continues the prompt; 1 and 2 are its children; 3 is the child of 2.
-    nodes, parents = [5, 6, 7, 8], [-1, 0, 0, 2]
-    mask = np.eye(4, dtype=bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask[node] |= mask[parent]
-    cache = model.cache(64)
-    model.forward(Batch.extend([(cache, prompt)]), rows=[])
-    places = len(prompt) + mask.sum(1) - 1
-    logits = model.forward(Batch(np.array(nodes), places, (Span(cache, 4, mask),)))
-    for path in ([0], [0, 1], [0, 2], [0, 2, 3]):
-        alone = extended(model, prompt + [nodes[node] for node in path])
-        assert relative_error(logits[path[-1]], alone[-1]) < TOLERANCE
-
-    cache, calls = model.cache(64), iter((None,))
-
-    def check() -> None:
-        if next(calls, "no more") is not None:
-            raise CancelledError("stop")
-
-    model.forward(Batch.extend([(cache, prompt[:5])]), rows=[])
-    with pytest.raises(CancelledError):
-        model.forward(Batch.extend([(cache, prompt[5:])]), check=check)
-    assert cache.length == 5
-    again = model.forward(Batch.extend([(cache, prompt[5:])]))
-    assert relative_error(again, extended(model, prompt)[5:]) < TOLERANCE
-
-
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "deepseek-v2-dense"])
-@pytest.mark.parametrize("kv", ["bf16", "int8"])
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [("llama", "bf16"), pytest.param("deepseek-v2-dense", "int8", marks=pytest.mark.slow)],
+)
 def test_long_context(kv: CacheFormat, name: str) -> None:
     """The same for any threads and chunks beyond a block of keys, where the cache is split."""
     ids, results = tokens(700), []
@@ -166,45 +137,6 @@ def test_long_context(kv: CacheFormat, name: str) -> None:
         results.append(decoder.forward(Batch.extend([(cache, [5])])))
     for result in results[1:]:
         np.testing.assert_array_equal(result, results[0])
-
-
-@needs_kernels
-def test_bits_depend_on_no_company() -> None:
-    decoder = load_ours(tiny_model("llama").folder, NativeOps(threads=2))
-    sequences = [tokens(n, seed=n) for n in (3, 17, 30)]
-    caches = [decoder.cache(64) for _ in sequences]
-    decoder.forward(Batch.extend([(c, s[:2]) for c, s in zip(caches, sequences, strict=True)]))
-    rest = [(c, s[2:]) for c, s in zip(caches, sequences, strict=True)]
-    alone = [extended(decoder, ids)[2:] for ids in sequences]
-    np.testing.assert_array_equal(decoder.forward(Batch.extend(rest)), np.concatenate(alone))
-
-
-@pytest.mark.parametrize(
-    ("name", "head", "scale"),
-    [("llama", "lm_head.weight", 1.0), ("cohere2", "model.embed_tokens.weight", 0.3)],
-)
-def test_final_norm(name: str, head: str, scale: float) -> None:
-    """Of rows on the host, as embeddings need it."""
-    tiny, ids = tiny_model(name), tokens(LENGTH)
-    model = load_ours(tiny.folder)
-    rows = np.empty((LENGTH, model.config.hidden_size), np.float32)
-    batch = Batch.extend([(model.cache(LENGTH), ids)])
-    model.forward(batch, rows=[], features=Features((AFTER_LAST,), rows))
-    matrix = load_file(tiny.folder / "model.safetensors")[head]
-    logits = FinalNorm(model)(rows) @ matrix.T * scale
-    assert relative_error(logits, tiny.logits(ids)) < TOLERANCE
-
-
-def test_cache_growth() -> None:
-    model = load_ours(tiny_model("llama").folder)
-    cache = model.cache(1000)
-    assert cache.nbytes == 0
-    model.forward(Batch.extend([(cache, tokens(3))]), rows=[])
-    small = cache.nbytes
-    model.forward(Batch.extend([(cache, tokens(300))]), rows=[])
-    assert cache.nbytes > small
-    with pytest.raises(ValueError, match="capacity"):
-        model.forward(Batch.extend([(cache, tokens(900))]), rows=[])
 
 
 def specs_of(name: str) -> Any:
@@ -225,18 +157,28 @@ def test_shared_keys_and_values_take_no_memory() -> None:
         ("cohere2", "they do not compute attention and an MLP in parallel"),
         ("deepseek-v4", "they do not keep several residual streams"),
         ("ling", "they do not compute decays that have a floor"),
-        ("ling-softplus", "they do not gate the heads of latent attention"),
     ],
 )
 def test_gpu_without_what_a_model_needs(name: str, missing: str) -> None:
     assert missing_on_gpu(specs_of(name)) == missing
 
 
-def test_compressed_tokens_are_for_the_cpu_alone() -> None:
-    memory = specs_of("deepseek-v4")
-    with pytest.raises(OptionError, match="runs on the CPU alone: use"):
-        make_ops(memory, device="cuda", compute_format="bf16")
-    assert make_ops(memory).device == "cpu"
+def test_router_of_nan(tmp_path: Path) -> None:
+    save_tiny("qwen3-moe", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.1.mlp.gate.weight"][3, 5] = np.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    ours = load_ours(tmp_path)
+    cache = ours.cache(LENGTH)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp: .*not numbers"):
+        ours.forward(Batch.extend([(cache, tokens(4))]))
+    assert cache.length == 0
+
+
+def test_a_trained_mixture_in_four_bits() -> None:
+    text = (TRAINED / "held_out.txt").read_text("utf-8")
+    with localrt.load(TRAINED) as model:
+        assert evaluate(model, text, ctx=256).perplexity == pytest.approx(PERPLEXITY, rel=0.01)
 
 
 def test_no_architecture_is_left_out() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 
 class _Transformers:
-    """Hugging Face transformers, imported when a config is made: that takes seconds."""
+    """Hugging Face transformers, imported when a class is asked for: that takes seconds."""
 
     def __getattr__(self, name: str) -> Any:
+        if not name[0].isupper():  # pytest looks for marks in all that a module has
+            raise AttributeError(name)
         import transformers
 
         return getattr(transformers, name)
@@ -30,6 +33,31 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 WINDOW = 16
+
+_WIDE: dict[str, Any] = {
+    **SIZES,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_attention_heads": 6,
+}
+
+
+def _made(kind: str, /, **values: Any) -> Callable[[], Any]:
+    """What makes a config, of transformers' class ``kind``, which may change its values."""
+    return lambda: getattr(hf, f"{kind}Config")(**deepcopy(values))
+
+
+def _sized(kind: str, /, **values: Any) -> Callable[[], Any]:
+    return _made(kind, **{**SIZES, **values})
+
+
+def _wide(kind: str, /, **values: Any) -> Callable[[], Any]:
+    return _made(kind, **{**_WIDE, **values})
+
+
+def _seeing(kind: str, text: dict[str, Any], **vision: Any) -> Callable[[], Any]:
+    return lambda: with_text(getattr(hf, f"{kind}Config"), deepcopy(text), **deepcopy(vision))
+
 
 _EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
 _LOCAL_EXPERTS: dict[str, Any] = {"num_local_experts": 8, "num_experts_per_tok": 3}
@@ -82,40 +110,33 @@ _OTHER_MSCALE = {**_DEEPSEEK_YARN, "mscale": 1.0}
 _GROUPS = {"n_group": 4, "topk_group": 2}
 
 DEEPSEEK_DENSE: dict[str, Callable[[], Any]] = {
-    "deepseek-v2-dense": lambda: hf.DeepseekV2Config(
-        **_DENSE, rope_parameters=dict(_DEEPSEEK_YARN)
-    ),
-    "deepseek-v2-lite-dense": lambda: hf.DeepseekV2Config(**{**_DENSE, "q_lora_rank": None}),
-    "deepseek-v3-dense": lambda: hf.DeepseekV3Config(**_DENSE, rope_parameters=dict(_OTHER_MSCALE)),
-    "deepseek-v3-halves": lambda: hf.DeepseekV3Config(**_DENSE, rope_interleave=False),
+    "deepseek-v2-dense": _made("DeepseekV2", **_DENSE, rope_parameters=_DEEPSEEK_YARN),
+    "deepseek-v3-dense": _made("DeepseekV3", **_DENSE, rope_parameters=_OTHER_MSCALE),
+    "deepseek-v3-halves": _made("DeepseekV3", **_DENSE, rope_interleave=False),
 }
 """Without experts: what attention does alone."""
 
 DEEPSEEK_SPARSE: dict[str, Callable[[], Any]] = {
-    "deepseek-v2": lambda: hf.DeepseekV2Config(
+    "deepseek-v2": _made(
+        "DeepseekV2",
         **_DEEPSEEK,
         **_GROUPS,
         topk_method="group_limited_greedy",
         routed_scaling_factor=16.0,
-        rope_parameters=dict(_DEEPSEEK_YARN),
+        rope_parameters=_DEEPSEEK_YARN,
     ),
-    "deepseek-v2-lite": lambda: hf.DeepseekV2Config(
-        **{**_DEEPSEEK, "q_lora_rank": None}, topk_method="greedy", tie_word_embeddings=True
+    "deepseek-v2-lite": _made(
+        "DeepseekV2",
+        **{**_DEEPSEEK, "q_lora_rank": None},
+        topk_method="greedy",
+        tie_word_embeddings=True,
     ),
-    "deepseek-v3": lambda: hf.DeepseekV3Config(
-        **_DEEPSEEK, **_GROUPS, rope_parameters=dict(_DEEPSEEK_YARN)
-    ),
-    "deepseek-v3-plain": lambda: hf.DeepseekV3Config(
-        **_DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False
+    "deepseek-v3": _made("DeepseekV3", **_DEEPSEEK, **_GROUPS, rope_parameters=_DEEPSEEK_YARN),
+    "deepseek-v3-plain": _made(
+        "DeepseekV3", **_DEEPSEEK, n_group=1, topk_group=1, norm_topk_prob=False
     ),
 }
 
-_WIDE: dict[str, Any] = {
-    **SIZES,
-    "hidden_size": 96,
-    "intermediate_size": 160,
-    "num_attention_heads": 6,
-}
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _MINISTRAL: dict[str, Any] = {
     **_YARN,
@@ -133,7 +154,8 @@ _FACTORS: dict[str, Any] = {
     "logits_scaling": 2.5,
 }
 _VISION: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
-_PIXTRAL = {**_VISION, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+_TOWER = {**_VISION, "num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
+_PIXTRAL = {**_TOWER, "model_type": "pixtral"}
 _QWEN_VISION = {
     **{k: v for k, v in _VISION.items() if k != "num_attention_heads"},
     "num_heads": 2,
@@ -154,14 +176,7 @@ _MUSE: dict[str, Any] = {
     "final_logit_softcapping": 3.0,
     "output_multiplier": 0.4,
 }
-_MUSE_VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "pos_emb_height": 4,
-    "pos_emb_width": 4,
-}
+_MUSE_VISION = {**_VISION, "num_hidden_layers": 1, "pos_emb_height": 4, "pos_emb_width": 4}
 _AFMOE: dict[str, Any] = {
     **_WIDE,
     **_EXPERTS,
@@ -257,15 +272,17 @@ _LING: dict[str, Any] = {
 }
 
 
-_INTERNVL: dict[str, Any] = {**_VISION, "num_hidden_layers": 1, "image_size": 28}
-
-
 def _two_bases(full: dict[str, Any], sliding: float) -> dict[str, Any]:
     """The rotary parameters of layers without a window, and the base of those with one."""
     return {
         "full_attention": full,
         "sliding_attention": {"rope_type": "default", "rope_theta": sliding},
     }
+
+
+def _text(**own: Any) -> dict[str, Any]:
+    """The text model of a multimodal one."""
+    return {**_WIDE, "tie_word_embeddings": False, **own}
 
 
 def with_text(config: Any, text: Any, **vision: Any) -> Any:
@@ -283,121 +300,77 @@ def _muse(text: dict[str, Any]) -> Any:
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
-    "ministral3": lambda: hf.Ministral3Config(**_WIDE, head_dim=32, rope_parameters=_MINISTRAL),
-    "mistral3": lambda: with_text(
-        hf.Mistral3Config,
-        {
-            "model_type": "ministral3",
-            **_WIDE,
-            "head_dim": 32,
-            "rope_parameters": _MINISTRAL,
-            "tie_word_embeddings": False,
-        },
-        model_type="pixtral",
+    "ministral3": _wide("Ministral3", head_dim=32, rope_parameters=_MINISTRAL),
+    "mistral3": _seeing(
+        "Mistral3",
+        _text(model_type="ministral3", head_dim=32, rope_parameters=_MINISTRAL),
         **_PIXTRAL,
     ),
-    "mistral3-small": lambda: with_text(
-        hf.Mistral3Config,
-        {"model_type": "mistral", **_WIDE, "sliding_window": None, "tie_word_embeddings": True},
-        model_type="pixtral",
-        **_PIXTRAL,
+    "llava": _seeing(
+        "Llava", _text(model_type="mistral", head_dim=32, sliding_window=None), **_PIXTRAL
     ),
-    "llava": lambda: with_text(
-        hf.LlavaConfig,
-        {
-            "model_type": "mistral",
-            **_WIDE,
-            "head_dim": 32,
-            "sliding_window": None,
-            "tie_word_embeddings": False,
-        },
-        model_type="pixtral",
-        **_PIXTRAL,
+    "idefics3": _seeing("Idefics3", _text(model_type="llama", rms_norm_eps=1e-5), **_TOWER),
+    "smolvlm": _seeing(
+        "SmolVLM", _text(model_type="llama", head_dim=32, tie_word_embeddings=True), **_TOWER
     ),
-    "idefics3": lambda: with_text(
-        hf.Idefics3Config,
-        {"model_type": "llama", **_WIDE, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
-        **_PIXTRAL,
-    ),
-    "smolvlm": lambda: with_text(
-        hf.SmolVLMConfig,
-        {"model_type": "llama", **_WIDE, "head_dim": 32, "tie_word_embeddings": True},
-        **_PIXTRAL,
-    ),
-    "olmo2": lambda: hf.Olmo2Config(**_WIDE),
-    "olmo3": lambda: hf.Olmo3Config(**_WIDE, sliding_window=WINDOW, layer_types=_KINDS),
-    "olmo3-yarn": lambda: hf.Olmo3Config(
-        **{**_WIDE, "num_hidden_layers": 5},
+    "olmo2": _wide("Olmo2"),
+    "olmo3-yarn": _wide(
+        "Olmo3",
+        num_hidden_layers=5,
         sliding_window=WINDOW,
         rope_parameters={
             "full_attention": _YARN,
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
-    "exaone4": lambda: hf.Exaone4Config(
-        **_WIDE, sliding_window=None, layer_types=["full_attention"] * 3
+    "exaone4": _wide("Exaone4", sliding_window=None, layer_types=["full_attention"] * 3),
+    "exaone4-window": _wide(
+        "Exaone4", sliding_window=WINDOW, sliding_window_pattern=2, tie_word_embeddings=True
     ),
-    "exaone4-window": lambda: hf.Exaone4Config(
-        **_WIDE, sliding_window=WINDOW, sliding_window_pattern=2, tie_word_embeddings=True
+    "seed-oss": _wide("SeedOss", head_dim=32),
+    "granite": _wide("Granite", **_FACTORS),
+    "granite-swa": _wide(
+        "GraniteSWA", **_FACTORS, sliding_window=WINDOW, layer_rope_theta=[0, 10000.0, 10000.0]
     ),
-    "seed-oss": lambda: hf.SeedOssConfig(**_WIDE, head_dim=32),
-    "granite": lambda: hf.GraniteConfig(**_WIDE, **_FACTORS),
-    "granite-swa": lambda: hf.GraniteSWAConfig(
-        **_WIDE, **_FACTORS, sliding_window=WINDOW, layer_rope_theta=[0, 10000.0, 10000.0]
-    ),
-    "hunyuan": lambda: hf.HunYuanDenseV1Config(
-        **_WIDE,
+    "hunyuan": _wide(
+        "HunYuanDenseV1",
         head_dim=32,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
     ),
-    "ernie": lambda: hf.Ernie4_5Config(**_WIDE, head_dim=32),
-    "qwen3-vl": lambda: with_text(
-        hf.Qwen3VLConfig, {**_WIDE, "head_dim": 16, "rope_parameters": _MROPE}, **_QWEN_VISION
+    "ernie": _wide("Ernie4_5", head_dim=32),
+    "qwen3-vl": _seeing(
+        "Qwen3VL", {**_WIDE, "head_dim": 16, "rope_parameters": _MROPE}, **_QWEN_VISION
     ),
-    "qwen2.5-vl": lambda: with_text(
-        hf.Qwen2_5_VLConfig,
+    "qwen2.5-vl": _seeing(
+        "Qwen2_5_VL",
         {**_WIDE, "rope_parameters": _MROPE},
-        **_VISION,
-        num_heads=2,
-        depth=1,
-        out_hidden_size=96,
+        **{**_VISION, "num_heads": 2, "depth": 1, "out_hidden_size": 96},
     ),
-    "paddleocr-vl": lambda: with_text(
-        hf.PaddleOCRVLConfig,
+    "paddleocr-vl": _seeing(
+        "PaddleOCRVL",
         {**_WIDE, "head_dim": 16, "rope_parameters": _MROPE},
         **{**_VISION, "num_hidden_layers": 1, "image_size": 28},
     ),
-    "gemma3-images": lambda: with_text(
-        hf.Gemma3Config,
-        {
-            **_WIDE,
-            "head_dim": 32,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 24,
-            "tie_word_embeddings": True,
-        },
-        **_PIXTRAL,
+    "gemma3-images": _seeing(
+        "Gemma3",
+        _text(
+            head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=24, tie_word_embeddings=True
+        ),
+        **_TOWER,
     ),
-    "glm4": lambda: hf.Glm4Config(
-        **_WIDE, head_dim=48, rope_parameters={**_YARN, "partial_rotary_factor": 0.5}
-    ),
-    "glm4v": lambda: with_text(hf.Glm4vConfig, {**_WIDE, "rope_parameters": _HALF}, **_GLM_VISION),
-    "glm-ocr": lambda: with_text(
-        hf.GlmOcrConfig, {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION
-    ),
+    "glm4": _wide("Glm4", head_dim=48, rope_parameters={**_YARN, "partial_rotary_factor": 0.5}),
+    "glm4v": _seeing("Glm4v", {**_WIDE, "rope_parameters": _HALF}, **_GLM_VISION),
+    "glm-ocr": _seeing("GlmOcr", {**_WIDE, "head_dim": 32, "rope_parameters": _OCR}, **_GLM_VISION),
     "muse-glimmer": lambda: _muse(_MUSE),
-    "glm4-moe": lambda: hf.Glm4MoeConfig(**_WIDE, **_GLM, head_dim=32, attention_bias=True),
-    "glm4-moe-norms": lambda: hf.Glm4MoeConfig(
-        **_WIDE, **_GLM, use_qk_norm=True, norm_topk_prob=False, first_k_dense_replace=2
+    "glm4-moe": _wide("Glm4Moe", **_GLM, head_dim=32, attention_bias=True),
+    "glm4-moe-norms": _wide(
+        "Glm4Moe", **_GLM, use_qk_norm=True, norm_topk_prob=False, first_k_dense_replace=2
     ),
-    "glm4v-moe": lambda: with_text(
-        hf.Glm4vMoeConfig, {**_WIDE, **_GLM, "rope_parameters": _HALF}, **_GLM_VISION
-    ),
-    "glm4-moe-lite": lambda: hf.Glm4MoeLiteConfig(
-        **{**_WIDE, "num_key_value_heads": 6}, **_GLM, **_LATENT
-    ),
-    "glm-dsa": lambda: hf.GlmMoeDsaConfig(
-        **{**_WIDE, "num_key_value_heads": 6},
+    "glm4v-moe": _seeing("Glm4vMoe", {**_WIDE, **_GLM, "rope_parameters": _HALF}, **_GLM_VISION),
+    "glm4-moe-lite": _wide("Glm4MoeLite", num_key_value_heads=6, **_GLM, **_LATENT),
+    "glm-dsa": _wide(
+        "GlmMoeDsa",
+        num_key_value_heads=6,
         **_GLM,
         **_LATENT,
         first_k_dense_replace=1,
@@ -405,33 +378,25 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         index_head_dim=64,
         indexer_types=["full", "shared", "full"],
     ),
-    "kimi-k2.5": lambda: with_text(
-        hf.Kimi_K25Config,
+    "kimi-k2.5": _seeing(
+        "Kimi_K25",
         {
-            **_DEEPSEEK,
-            **_GROUPS,
-            "model_type": "deepseek_v3",
-            "rope_parameters": dict(_DEEPSEEK_YARN),
+            **{**_DEEPSEEK, **_GROUPS, "model_type": "deepseek_v3"},
+            "rope_parameters": _DEEPSEEK_YARN,
         },
         **_VISION,
         num_hidden_layers=1,
     ),
-    "ernie-moe": lambda: hf.Ernie4_5_MoeConfig(**_WIDE, **_ERNIE),
-    "cohere2": lambda: hf.Cohere2Config(
-        **{**_WIDE, "num_hidden_layers": 5},
+    "ernie-moe": _wide("Ernie4_5_Moe", **_ERNIE),
+    "cohere2": _wide(
+        "Cohere2",
+        num_hidden_layers=5,
         sliding_window=WINDOW,
         logit_scale=0.3,
         tie_word_embeddings=True,
     ),
-    "cohere2-bias": lambda: hf.Cohere2Config(
-        **_WIDE,
-        sliding_window=WINDOW,
-        layer_types=_KINDS,
-        attention_bias=True,
-        tie_word_embeddings=False,
-    ),
-    "cohere2-moe-dense-first": lambda: hf.Cohere2MoeConfig(
-        **_WIDE,
+    "cohere2-moe-dense-first": _wide(
+        "Cohere2Moe",
         **_COHERE,
         head_dim=32,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
@@ -441,53 +406,30 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
     ),
-    "minimax-m2": lambda: hf.MiniMaxM2Config(
-        **_WIDE,
+    "minimax-m2": _wide(
+        "MiniMaxM2",
         **_LOCAL_EXPERTS,
         head_dim=32,
         rope_parameters={"rope_type": "default", "rope_theta": 5e4, "partial_rotary_factor": 0.5},
     ),
-    "hunyuan-moe": lambda: hf.HunYuanMoEV1Config(
-        **_WIDE,
+    "hunyuan-moe": _wide(
+        "HunYuanMoEV1",
         head_dim=32,
         num_experts=8,
         moe_topk=3,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
     ),
-    "hunyuan-moe-lists": lambda: hf.HunYuanMoEV1Config(
-        **_WIDE,
-        head_dim=16,
-        num_experts=8,
-        moe_topk=[2, 2, 2],
-        attention_bias=True,
-        tie_word_embeddings=True,
+    "exaone4.5": _seeing(
+        "Exaone4_5_",
+        _text(model_type="exaone4", sliding_window=WINDOW, layer_types=_KINDS),
+        **{**_VISION, "num_heads": 2, "num_key_value_heads": 1, "depth": 1, "out_hidden_size": 96},
     ),
-    "exaone4.5": lambda: with_text(
-        hf.Exaone4_5_Config,
-        {
-            "model_type": "exaone4",
-            **_WIDE,
-            "sliding_window": WINDOW,
-            "layer_types": _KINDS,
-            "tie_word_embeddings": False,
-        },
-        hidden_size=32,
-        intermediate_size=48,
-        num_heads=2,
-        num_key_value_heads=1,
-        depth=1,
-        out_hidden_size=96,
+    "exaone-moe": _wide(
+        "ExaoneMoe", **_EXPERTS, sliding_window=WINDOW, layer_types=_KINDS, num_shared_experts=2
     ),
-    "exaone-moe": lambda: hf.ExaoneMoeConfig(
-        **_WIDE,
-        **_EXPERTS,
-        sliding_window=WINDOW,
-        layer_types=_KINDS,
-        num_shared_experts=2,
-    ),
-    "solar-open": lambda: hf.SolarOpenConfig(**_WIDE, **_GLM, head_dim=32),
-    "step": lambda: with_text(
-        hf.Step3p7Config,
+    "solar-open": _wide("SolarOpen", **_GLM, head_dim=32),
+    "step": _seeing(
+        "Step3p7",
         {
             **_STEP,
             "num_hidden_layers": 5,
@@ -502,22 +444,22 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         },
         **_STEP_VISION,
     ),
-    "hy-v3": lambda: hf.HYV3Config(
-        **_WIDE, **_EXPERTS, head_dim=32, num_shared_experts=2, router_scaling_factor=1.7
+    "hy-v3": _wide(
+        "HYV3", **_EXPERTS, head_dim=32, num_shared_experts=2, router_scaling_factor=1.7
     ),
-    "apertus": lambda: hf.ApertusConfig(
-        **_WIDE, rope_parameters={"rope_type": "default", "rope_theta": 1e5}
-    ),
+    "apertus": _wide("Apertus", rope_parameters={"rope_type": "default", "rope_theta": 1e5}),
 }
 
 FAMILIES |= {
-    "afmoe": lambda: hf.AfmoeConfig(**_AFMOE, mup_enabled=True, num_dense_layers=1),
-    "afmoe-two": lambda: hf.AfmoeConfig(
+    "afmoe": _made("Afmoe", **_AFMOE, mup_enabled=True, num_dense_layers=1),
+    "afmoe-two": _made(
+        "Afmoe",
         **{**_AFMOE, "num_shared_experts": 1, "num_hidden_layers": 3, "head_dim": 48},
         num_dense_layers=2,
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     ),
-    "laguna": lambda: hf.LagunaConfig(
+    "laguna": _made(
+        "Laguna",
         **_LAGUNA,
         num_attention_heads_per_layer=[6, 8, 4],
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
@@ -526,28 +468,31 @@ FAMILIES |= {
             "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
         },
     ),
-    "mistral4": lambda: hf.Mistral4Config(
-        **{**_DEEPSEEK, "first_k_dense_replace": 0}, rope_parameters=dict(_MINISTRAL)
+    "mistral4": _made(
+        "Mistral4", **{**_DEEPSEEK, "first_k_dense_replace": 0}, rope_parameters=_MINISTRAL
     ),
-    "mistral4-text": lambda: with_text(
-        hf.Mistral3Config,
+    "mistral4-text": _seeing(
+        "Mistral3",
         {
             **_DEEPSEEK,
             **_GROUPS,
             "model_type": "mistral4",
             "routed_scaling_factor": 1.6,
             "rope_interleave": False,
-            "rope_parameters": dict(_MINISTRAL),
+            "rope_parameters": _MINISTRAL,
             "tie_word_embeddings": False,
         },
-        model_type="pixtral",
         **_PIXTRAL,
     ),
-    "llama4": lambda: hf.Llama4TextConfig(
-        **_LLAMA4, attention_chunk_size=7, interleave_moe_layer_step=2, rope_parameters=_LLAMA3
+    "llama4": _made(
+        "Llama4Text",
+        **_LLAMA4,
+        attention_chunk_size=7,
+        interleave_moe_layer_step=2,
+        rope_parameters=_LLAMA3,
     ),
-    "llama4-text": lambda: with_text(
-        hf.Llama4Config,
+    "llama4-text": _seeing(
+        "Llama4",
         {
             **_LLAMA4,
             "num_hidden_layers": 3,
@@ -560,58 +505,33 @@ FAMILIES |= {
         },
         **_LLAMA4_VISION,
     ),
-    "llama4-whole": lambda: hf.Llama4TextConfig(
-        **_LLAMA4, attention_chunk_size=8192, attn_temperature_tuning=False
-    ),
-    "laguna-numbers": lambda: hf.LagunaConfig(
-        **{**_LAGUNA, "head_dim": 48},
-        gating="per-element",
-        moe_routed_scaling_factor=1.7,
+    "llama4-whole": _made(
+        "Llama4Text", **_LLAMA4, attention_chunk_size=8192, attn_temperature_tuning=False
     ),
 }
 
 # Whose routers choose by their scores alone
 FAMILY_MIXTURES: dict[str, Callable[[], Any]] = {
-    "cohere2-moe": lambda: hf.Cohere2MoeConfig(
-        **{**_WIDE, "num_hidden_layers": 5}, **_COHERE, head_dim=16, tie_word_embeddings=True
+    "cohere2-moe": _wide(
+        "Cohere2Moe", num_hidden_layers=5, **_COHERE, head_dim=16, tie_word_embeddings=True
     ),
-    "granite-moe-swa": lambda: hf.GraniteMoeSWAConfig(
-        **_WIDE,
+    "granite-moe-swa": _wide(
+        "GraniteMoeSWA",
         **_FACTORS,
         **_LOCAL_EXPERTS,
         shared_intermediate_size=64,
         sliding_window=WINDOW,
     ),
-    "mellum": lambda: hf.MellumConfig(
-        **_WIDE,
+    "mellum": _wide(
+        "Mellum",
         **_EXPERTS,
         head_dim=32,
         sliding_window=WINDOW,
         layer_types=_KINDS,
         rope_parameters=_two_bases(_YARN, 10000.0),
     ),
-    "internvl-moe": lambda: with_text(
-        hf.InternVLConfig,
-        {
-            **_WIDE,
-            "model_type": "qwen3_moe",
-            "head_dim": 16,
-            **_EXPERTS,
-            "norm_topk_prob": True,
-            "tie_word_embeddings": False,
-        },
-        **_INTERNVL,
-    ),
-    "qwen3-vl-moe": lambda: with_text(
-        hf.Qwen3VLMoeConfig,
-        {
-            **_WIDE,
-            "head_dim": 16,
-            "rope_parameters": _MROPE,
-            **_EXPERTS,
-            "tie_word_embeddings": False,
-        },
-        **_QWEN_VISION,
+    "qwen3-vl-moe": _seeing(
+        "Qwen3VLMoe", _text(head_dim=16, rope_parameters=_MROPE, **_EXPERTS), **_QWEN_VISION
     ),
 }
 
@@ -658,13 +578,6 @@ _NGRAMS: dict[str, Any] = {
     "split_ngram_parts": 4,
 }
 
-_VISION_CONFIG: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 2,
-    "num_hidden_layers": 1,
-    "patch_size": 4,
-}
 _SHORT = ["conv", "full_attention", "conv"]
 _MAMBA: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
@@ -704,43 +617,32 @@ _NEMOTRON: dict[str, Any] = {
 
 
 HYBRIDS: dict[str, Callable[[], Any]] = {
-    "qwen3.5": lambda: hf.Qwen3_5TextConfig(**SIZES, **_DELTA),
-    "minicpm-v": lambda: with_text(
-        hf.MiniCPMV4_6Config,
+    "qwen3.5": _sized("Qwen3_5Text", **_DELTA),
+    "minicpm-v": _seeing(
+        "MiniCPMV4_6",
         {**SIZES, **_DELTA, "model_type": "qwen3_5_text", "tie_word_embeddings": True},
         **{**_VISION, "num_hidden_layers": 1, "image_size": 28},
     ),
-    "lfm2": lambda: hf.Lfm2Config(
-        **SIZES, layer_types=_SHORT, block_multiple_of=32, tie_word_embeddings=True
+    "lfm2": _sized("Lfm2", layer_types=_SHORT, block_multiple_of=32, tie_word_embeddings=True),
+    "granite-hybrid": _sized(
+        "GraniteMoeHybrid", **_MAMBA, num_local_experts=0, shared_intermediate_size=80
     ),
-    "granite-hybrid": lambda: hf.GraniteMoeHybridConfig(
-        **SIZES,
-        **_MAMBA,
-        num_local_experts=0,
-        shared_intermediate_size=80,
-    ),
-    "falcon-h1": lambda: hf.FalconH1Config(**SIZES, **_FALCON),
-    "falcon-h1-normed": lambda: hf.FalconH1Config(
-        **SIZES,
-        **{**_FALCON, "mamba_d_ssm": None},
-        mamba_rms_norm=True,
-        mamba_norm_before_gate=False,
-        tie_word_embeddings=True,
-    ),
-    "nemotron-h": lambda: hf.NemotronHConfig(
-        **SIZES,
+    "falcon-h1": _sized("FalconH1", **_FALCON),
+    "nemotron-h": _sized(
+        "NemotronH",
         **_NEMOTRON,
         layers_block_type=["mlp", "linear_attention", "full_attention", "mlp", "mlp"],
     ),
-    "lfm3": lambda: hf.Lfm3Config(
-        **{**SIZES, "num_hidden_layers": 4},
+    "lfm3": _sized(
+        "Lfm3",
+        num_hidden_layers=4,
         layer_types=["conv", "sliding_attention", "conv", "full_attention"],
         head_dim=48,
         sliding_window=8,
         conv_L_cache=7,
     ),
-    "lfm2-vl": lambda: with_text(
-        hf.Lfm2VlConfig,
+    "lfm2-vl": _seeing(
+        "Lfm2Vl",
         {
             **SIZES,
             "model_type": "lfm2",
@@ -748,22 +650,11 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": True,
         },
-        **_VISION_CONFIG,
-        model_type="siglip2_vision_model",
-        num_patches=16,
+        **{**_TOWER, "model_type": "siglip2_vision_model", "num_patches": 16},
     ),
-    "internvl": lambda: with_text(
-        hf.InternVLConfig,
-        {**_WIDE, "model_type": "qwen2", "tie_word_embeddings": False},
-        **_INTERNVL,
-    ),
-    "internvl-qwen3": lambda: with_text(
-        hf.InternVLConfig,
-        {**_WIDE, "model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
-        **_INTERNVL,
-    ),
-    "lfm3-vl": lambda: with_text(
-        hf.Lfm3VlConfig,
+    "internvl": _seeing("InternVL", _text(model_type="qwen2"), **_TOWER),
+    "lfm3-vl": _seeing(
+        "Lfm3Vl",
         {
             **SIZES,
             "model_type": "lfm3",
@@ -772,30 +663,28 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
             "sliding_window": 8,
             "tie_word_embeddings": False,
         },
-        **_VISION_CONFIG,
-        num_key_value_heads=1,
+        **{**_TOWER, "num_key_value_heads": 1},
     ),
-    "olmo-hybrid": lambda: hf.OlmoHybridConfig(
-        **SIZES,
+    "olmo-hybrid": _sized(
+        "OlmoHybrid",
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         linear_num_key_heads=2,
         linear_key_head_dim=20,
         rope_parameters=None,
     ),
     # Its router does not choose by its scores alone
-    "ling": lambda: hf.BailingHybridConfig(**_LING, n_group=4, topk_group=2),
-    "ling-ranked": lambda: hf.BailingHybridConfig(
+    "ling": _made("BailingHybrid", **_LING, n_group=4, topk_group=2),
+    "ling-ranked": _made(
+        "BailingHybrid",
         **{**_LING, "kda_lower_bound": -2.5, "first_k_dense_replace": 0},
         q_lora_rank=48,
         n_group=1,
         topk_group=1,
         rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
     ),
-    "ling-softplus": lambda: hf.BailingHybridConfig(
-        **_LING, n_group=1, topk_group=1, kda_safe_gate=False
-    ),
-    "kimi-linear": lambda: hf.KimiLinearConfig(
-        **{**SIZES, "num_key_value_heads": 4},
+    "kimi-linear": _sized(
+        "KimiLinear",
+        num_key_value_heads=4,
         layer_types=["linear_attention", "full_attention", "linear_attention"],
         linear_head_dim=24,
         linear_num_heads=4,
@@ -811,18 +700,16 @@ HYBRIDS: dict[str, Callable[[], Any]] = {
 
 
 HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
-    "lfm2-moe": lambda: hf.Lfm2MoeConfig(
-        **SIZES, **_EXPERTS, layer_types=_SHORT, num_dense_layers=1
-    ),
-    "granite-hybrid-moe": lambda: hf.GraniteMoeHybridConfig(
-        **SIZES,
+    "lfm2-moe": _sized("Lfm2Moe", **_EXPERTS, layer_types=_SHORT, num_dense_layers=1),
+    "granite-hybrid-moe": _sized(
+        "GraniteMoeHybrid",
         **_MAMBA,
         **_LOCAL_EXPERTS,
         shared_intermediate_size=80,
         position_embedding_type="rope",
     ),
-    "nemotron-h-moe": lambda: hf.NemotronHConfig(
-        **SIZES,
+    "nemotron-h-moe": _sized(
+        "NemotronH",
         **_NEMOTRON,
         layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
         n_routed_experts=8,
@@ -848,8 +735,8 @@ HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
         vision_hidden_size=32,
         projector_hidden_size=32,
     ),
-    "nemotron-h-latent": lambda: hf.NemotronHConfig(
-        **SIZES,
+    "nemotron-h-latent": _sized(
+        "NemotronH",
         **_NEMOTRON,
         layers_block_type=["linear_attention", "moe", "full_attention"],
         n_routed_experts=8,
@@ -858,36 +745,12 @@ HYBRID_MIXTURES: dict[str, Callable[[], Any]] = {
         moe_shared_expert_intermediate_size=96,
         moe_latent_size=32,
     ),
-    "nemotron-h-groups": lambda: hf.NemotronHConfig(
-        **SIZES,
-        **_NEMOTRON,
-        layers_block_type=["moe", "mlp", "full_attention", "linear_attention", "moe"],
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=4,
-        topk_group=2,
-        moe_intermediate_size=32,
-        moe_shared_expert_intermediate_size=32,
-        norm_topk_prob=False,
-        use_bias=True,
-        use_conv_bias=False,
-    ),
-    "qwen3-next": lambda: hf.Qwen3NextConfig(
-        **SIZES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64
-    ),
-    "qwen3-next-dense-first": lambda: hf.Qwen3NextConfig(
-        **SIZES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64, mlp_only_layers=[0]
-    ),
-    "qwen4-exp": lambda: hf.Qwen4ExpTextConfig(**_SPARSE, **_EXP, **_NGRAMS),
+    "qwen3-next": _sized("Qwen3Next", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64),
+    "qwen4-exp": _made("Qwen4ExpText", **_SPARSE, **_EXP, **_NGRAMS),
     # All is seen: beyond the budget llama.cpp sees parts of more blocks.
-    "qwen4-exp-wide": lambda: hf.Qwen4ExpTextConfig(
-        **_SPARSE, **{**_EXP, "indexer_budget": 64}, **_NGRAMS
-    ),
-    "qwen4-exp-plain": lambda: hf.Qwen4ExpTextConfig(
-        **_SPARSE, **{**_EXP, "output_gate_type": None, "indexer_compress_ratio": 2}
-    ),
-    "qwen3.5-moe": lambda: hf.Qwen3_5MoeTextConfig(
-        **SIZES, **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64
+    "qwen4-exp-wide": _made("Qwen4ExpText", **_SPARSE, **{**_EXP, "indexer_budget": 64}, **_NGRAMS),
+    "qwen3.5-moe": _sized(
+        "Qwen3_5MoeText", **_DELTA, **_EXPERTS, shared_expert_intermediate_size=64
     ),
 }
 
@@ -905,55 +768,51 @@ _GEMMA4: dict[str, Any] = {
 _INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 24, "vocab_size_per_layer_input": 211}
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: hf.LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "llama-tied-bias": lambda: hf.LlamaConfig(
-        **SIZES, tie_word_embeddings=True, attention_bias=True, head_dim=32
+    "llama": _sized("Llama", tie_word_embeddings=False),
+    "llama-tied-bias": _sized("Llama", tie_word_embeddings=True, attention_bias=True, head_dim=32),
+    "llama-3.1": _sized("Llama", rope_parameters=_LLAMA3),
+    "llama-yarn": _sized("Llama", rope_parameters=_YARN),
+    "mistral": _sized("Mistral", sliding_window=None),
+    "mistral-window": _sized("Mistral", sliding_window=WINDOW),
+    "qwen2": _sized("Qwen2"),
+    "qwen2-window": _sized(
+        "Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
     ),
-    "llama-3.1": lambda: hf.LlamaConfig(**SIZES, rope_parameters=_LLAMA3),
-    "llama-linear": lambda: hf.LlamaConfig(
-        **SIZES, rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
-    ),
-    "llama-yarn": lambda: hf.LlamaConfig(**SIZES, rope_parameters=_YARN),
-    "mistral": lambda: hf.MistralConfig(**SIZES, sliding_window=None),
-    "mistral-window": lambda: hf.MistralConfig(**SIZES, sliding_window=WINDOW),
-    "qwen2": lambda: hf.Qwen2Config(**SIZES),
-    "qwen2-window": lambda: hf.Qwen2Config(
-        **SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
-    ),
-    "qwen3": lambda: hf.Qwen3Config(**SIZES, head_dim=32),
-    "gemma3": lambda: hf.Gemma3TextConfig(
-        **SIZES, head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32
-    ),
-    "gemma2": lambda: hf.Gemma2Config(
-        **SIZES,
+    "qwen3": _sized("Qwen3", head_dim=32),
+    "gemma3": _sized("Gemma3Text", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32),
+    "gemma2": _sized(
+        "Gemma2",
         head_dim=32,
         sliding_window=WINDOW,
         query_pre_attn_scalar=24,
         attn_logit_softcapping=5.0,
         final_logit_softcapping=3.0,
     ),
-    "gemma4": lambda: hf.Gemma4TextConfig(**_GEMMA4, **_INPUTS, num_kv_shared_layers=3),
-    "gemma4-double-wide": lambda: hf.Gemma4TextConfig(
+    "gemma4": _made("Gemma4Text", **_GEMMA4, **_INPUTS, num_kv_shared_layers=3),
+    "gemma4-double-wide": _made(
+        "Gemma4Text",
         **{**_GEMMA4, "final_logit_softcapping": 3.0},
         **_INPUTS,
         num_kv_shared_layers=3,
         use_double_wide_mlp=True,
     ),
-    "gemma4-keys-as-values": lambda: hf.Gemma4TextConfig(
+    "gemma4-keys-as-values": _made(
+        "Gemma4Text",
         **_GEMMA4,
         hidden_size_per_layer_input=0,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     ),
-    "gemma4-unified": lambda: hf.Gemma4UnifiedTextConfig(
+    "gemma4-unified": _made(
+        "Gemma4UnifiedText",
         **_GEMMA4,
         num_kv_shared_layers=3,
         use_double_wide_mlp=True,
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
     ),
-    "gemma4-unified-whole": lambda: hf.Gemma4UnifiedConfig(
-        # All layers have the same heads
+    "gemma4-unified-whole": _made(
+        "Gemma4Unified",  # All layers have the same heads
         text_config={**_GEMMA4, "global_head_dim": 16, "pad_token_id": 0},
         vision_config={"patch_size": 2, "mm_embed_dim": 24, "output_proj_dims": 24},
         audio_config={"audio_embed_dim": 20},
@@ -961,11 +820,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         video_token_id=1001,
         audio_token_id=1002,
     ),
-    "phi3": lambda: hf.Phi3Config(**SIZES, sliding_window=None),
-    "phi3-longrope": lambda: hf.Phi3Config(
-        **SIZES, rope_parameters=dict(_LONGROPE), original_max_position_embeddings=48
-    ),
-    "smollm3": lambda: hf.SmolLM3Config(**SIZES, tie_word_embeddings=True),
+    "phi3": _sized("Phi3", sliding_window=None),
+    "phi3-longrope": _sized("Phi3", rope_parameters=_LONGROPE, original_max_position_embeddings=48),
+    "smollm3": _sized("SmolLM3", tie_word_embeddings=True),
     **DEEPSEEK_DENSE,
     **DEEPSEEK_SPARSE,
     **FAMILIES,
@@ -992,7 +849,8 @@ _V4: dict[str, Any] = {
 }
 _V4_SPARSE, _V4_HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 DEEPSEEK_V4: dict[str, Callable[[], Any]] = {
-    "deepseek-v4": lambda: hf.DeepseekV4Config(
+    "deepseek-v4": _made(
+        "DeepseekV4",
         **{**_V4, "num_hidden_layers": 4},
         layer_types=["sliding_attention", _V4_SPARSE, _V4_HEAVY, _V4_SPARSE],
         compress_rates={_V4_SPARSE: 4, _V4_HEAVY: 8},
@@ -1002,22 +860,13 @@ DEEPSEEK_V4: dict[str, Callable[[], Any]] = {
         swiglu_limit=0.5,
         rope_parameters={**_YARN, "beta_fast": 32, "beta_slow": 1},
     ),
-    "deepseek-v4-file": lambda: hf.DeepseekV4Config(
+    "deepseek-v4-file": _made(
+        "DeepseekV4",
         **{**_V4, "num_hidden_layers": 4, "head_dim": 64, "index_head_dim": 64},
         layer_types=["sliding_attention", _V4_SPARSE, _V4_HEAVY, _V4_SPARSE],
         num_hash_layers=2,
         o_groups=2,
         rope_parameters={**_YARN, "beta_fast": 32, "beta_slow": 1},
-    ),
-    "deepseek-v4-plain": lambda: hf.DeepseekV4Config(
-        **_V4,
-        layer_types=[_V4_HEAVY, _V4_SPARSE, _V4_SPARSE],
-        compress_rates={_V4_SPARSE: 3, _V4_HEAVY: 5},
-        num_hash_layers=0,
-        o_groups=4,
-        hc_mult=2,
-        hc_sinkhorn_iters=3,
-        scoring_func="sigmoid",
     ),
 }
 
@@ -1038,8 +887,8 @@ _GLM5: dict[str, Any] = {
 }
 _GLM5_VISION = {**_GLM_VISION, "num_heads": 2, "out_hidden_size": 64}
 GLM5_NEXT: dict[str, Callable[[], Any]] = {
-    "glm5-next": lambda: with_text(
-        hf.Glm5NextConfig,
+    "glm5-next": _seeing(
+        "Glm5Next",
         {
             **_GLM5,
             "indexer_types": ["full", "full", "shared", "full"],
@@ -1050,19 +899,8 @@ GLM5_NEXT: dict[str, Callable[[], Any]] = {
         },
         **_GLM5_VISION,
     ),
-    "glm5-next-file": lambda: with_text(
-        hf.Glm5NextConfig, {**_GLM5, "mlp_layer_types": ["dense", *["sparse"] * 3]}, **_GLM5_VISION
-    ),
-    "glm5-next-tokens": lambda: with_text(
-        hf.Glm5NextConfig,
-        {
-            **_GLM5,
-            "index_kpool": 1,
-            "hc_mult": 2,
-            "linear_lower_bound": None,
-            "n_shared_experts": 2,
-        },
-        **_GLM5_VISION,
+    "glm5-next-file": _seeing(
+        "Glm5Next", {**_GLM5, "mlp_layer_types": ["dense", *["sparse"] * 3]}, **_GLM5_VISION
     ),
 }
 
@@ -1072,19 +910,16 @@ _GPT_OSS: dict[str, Any] = {**_LOCAL_EXPERTS, "head_dim": 32, "sliding_window": 
 
 # Mixtures of experts, which not every implementation of ``Ops`` computes.
 MIXTURES: dict[str, Callable[[], Any]] = {
-    "mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2),
-    "qwen2-moe": lambda: hf.Qwen2MoeConfig(**SIZES, **_EXPERTS, shared_expert_intermediate_size=64),
-    "qwen3-moe": lambda: hf.Qwen3MoeConfig(
-        **SIZES, **_EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[]
+    "mixtral": _sized("Mixtral", num_local_experts=5, num_experts_per_tok=2),
+    "qwen2-moe": _sized("Qwen2Moe", **_EXPERTS, shared_expert_intermediate_size=64),
+    "qwen3-moe": _sized(
+        "Qwen3Moe", **_EXPERTS, head_dim=32, norm_topk_prob=True, mlp_only_layers=[]
     ),
-    "olmoe": lambda: hf.OlmoeConfig(
-        **{**SIZES, "num_key_value_heads": 4}, num_experts=8, num_experts_per_tok=3
-    ),
-    "granite-moe": lambda: hf.GraniteMoeConfig(**SIZES, **_GRANITE, tie_word_embeddings=True),
-    "granite-moe-shared": lambda: hf.GraniteMoeSharedConfig(
-        **SIZES, **_GRANITE, shared_intermediate_size=32
-    ),
-    "gemma4-moe": lambda: hf.Gemma4TextConfig(
+    "olmoe": _sized("Olmoe", num_key_value_heads=4, num_experts=8, num_experts_per_tok=3),
+    "granite-moe": _sized("GraniteMoe", **_GRANITE, tie_word_embeddings=True),
+    "granite-moe-shared": _sized("GraniteMoeShared", **_GRANITE, shared_intermediate_size=32),
+    "gemma4-moe": _made(
+        "Gemma4Text",
         **_GEMMA4,
         hidden_size_per_layer_input=0,
         enable_moe_block=True,
@@ -1092,7 +927,7 @@ MIXTURES: dict[str, Callable[[], Any]] = {
         top_k_experts=3,
         moe_intermediate_size=32,
     ),
-    "gpt-oss": lambda: hf.GptOssConfig(**SIZES, **_GPT_OSS),
+    "gpt-oss": _sized("GptOss", **_GPT_OSS),
     **FAMILY_MIXTURES,
     **HYBRID_MIXTURES,
     **DEEPSEEK_V4,

@@ -12,14 +12,15 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import transformers
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from tests.checkpoints.make_gguf import write_gguf
+from tests.models.tiny_configs import hf
 from tests.tokenizers.varied_text import varied_strings
 
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _SIZES = {
     "vocab_size": 211,
     "hidden_size": 48,
@@ -43,8 +44,8 @@ _GEMMA2 |= {"hidden_size_per_layer_input": 14, "embedding_dim": 30, "num_hidden_
 def _made(name: str, form: str = "Model", **changed: Any) -> Callable[[], Any]:
     def make() -> Any:
         sizes = {} if "text_config" in changed else _SIZES
-        config = getattr(transformers, f"{name}Config")(**{**sizes, **changed})
-        model = getattr(transformers, f"{name}{form}")
+        config = getattr(hf, f"{name}Config")(**{**sizes, **changed})
+        model = getattr(hf, f"{name}{form}")
         pooled = form == "Model" and name != "ModernBert" and "Gemma" not in name
         return model(config, add_pooling_layer=True) if pooled else model(config)
 
@@ -62,17 +63,9 @@ ENCODERS: dict[str, Callable[[], Any]] = {
     "xlm-roberta": _made("XLMRoberta", type_vocab_size=1),
     "xlm-roberta-words": _made("XLMRoberta", "ForMaskedLM", type_vocab_size=1, pad_token_id=3),
     "nomic-bert": _made("NomicBert"),
-    "nomic-bert-odd": _made(
-        "NomicBert",
-        hidden_size=66,
-        num_attention_heads=3,
-        head_dim=10,
-        intermediate_size=37,
-        hidden_act="gelu",
-        rope_parameters={"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
-    ),
     "nomic-bert-words": _made("NomicBert", "ForMaskedLM"),
     "modernbert": _made("ModernBert", num_hidden_layers=5, local_attention=9, **_MODERN),
+    "modernbert-words": _made("ModernBert", "ForMaskedLM", **_MODERN),
     "modernbert-odd": _made(
         "ModernBert",
         hidden_size=66,
@@ -91,42 +84,13 @@ ENCODERS: dict[str, Callable[[], Any]] = {
         },
         **_MODERN,
     ),
-    "modernbert-words": _made("ModernBert", "ForMaskedLM", **_MODERN),
     "jina-v3": _made("JinaEmbeddingsV3", type_vocab_size=1),
     "jina-v3-words": _made("JinaEmbeddingsV3", "ForMaskedLM", hidden_act="gelu_new"),
     "embeddinggemma": _made("Gemma3Text", num_hidden_layers=7, query_pre_attn_scalar=16, **_GEMMA),
-    "embeddinggemma-odd": _made(
-        "Gemma3Text",
-        hidden_size=54,
-        num_attention_heads=6,
-        intermediate_size=37,
-        num_hidden_layers=3,
-        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
-        query_pre_attn_scalar=30,
-        **_GEMMA,
-    ),
     "embeddinggemma2": _made("EmbeddingGemma2Text", **_GEMMA2),
     "embeddinggemma2-odd": _made(
         "EmbeddingGemma2",
-        text_config={
-            **_SIZES,
-            **_GEMMA2,
-            "hidden_size": 54,
-            "num_attention_heads": 6,
-            "intermediate_size": 37,
-            "num_hidden_layers": 3,
-            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-            "num_global_key_value_heads": 3,
-            "rms_norm_eps": 0.01,
-            "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "proportional",
-                    "rope_theta": 5e4,
-                    "partial_rotary_factor": 0.5,
-                },
-                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
-            },
-        },
+        text_config={**_SIZES, **_GEMMA2, "num_global_key_value_heads": 2},
         vision_config={
             "model_type": "gemma4_vision",
             "hidden_size": 24,
@@ -146,15 +110,6 @@ RANKERS: dict[str, Callable[[], Any]] = {
     ),
     "nomic-bert": _made("NomicBert", "ForSequenceClassification", num_labels=1),
     "modernbert": _made("ModernBert", "ForSequenceClassification", num_labels=1, **_MODERN),
-    "modernbert-mean": _made(
-        "ModernBert",
-        "ForSequenceClassification",
-        num_labels=1,
-        norm_bias=True,
-        classifier_bias=True,
-        classifier_pooling="mean",
-        **_MODERN,
-    ),
     "jina-v3": _made("JinaEmbeddingsV3", "ForSequenceClassification", num_labels=1),
 }
 
@@ -203,9 +158,9 @@ _GGUF = {
 """Architectures in GGUF by ``model_type``; others are BERT."""
 
 
-def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Path:
-    """The folder's encoder as llama.cpp's converter writes it, with matrices of the type ``kind``;
-    ``more`` are metadata, in which ``bert.`` stands for any architecture.
+def encoder_gguf(folder: Path, path: Path, **more: Any) -> Path:
+    """The folder's encoder as llama.cpp's converter writes it; ``more`` are metadata, in which
+    ``bert.`` stands for any architecture.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     family = _GGUF.get(config["model_type"], gguf.MODEL_ARCH.BERT)
@@ -224,11 +179,10 @@ def encoder_gguf(folder: Path, path: Path, kind: str = "f32", **more: Any) -> Pa
             value, key = value + ("norm" in key), f"model.{key}"
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert name is not None, key
-        always = value.ndim == 1 or name.startswith(("position_embd", "token_types"))
-        tensors[name] = value, "f32" if always else kind
+        tensors[name] = value, "f32"
     for number in (2, 3):
         if (dense := folder / f"{number}_Dense/model.safetensors").exists():
-            tensors[f"dense_{number}.weight"] = load_file(dense)["linear.weight"], kind
+            tensors[f"dense_{number}.weight"] = load_file(dense)["linear.weight"], "f32"
     metadata = {
         "bert.context_length": config["max_position_embeddings"] - first,
         "bert.embedding_length": config["hidden_size"],
@@ -270,32 +224,31 @@ def _rotary(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _save_tokenizer(backend: Backend, folder: Path, texts: Sequence[str], trainer: Any) -> Any:
+    """Train and write a tokenizer with BERT's special tokens; returns transformers' own."""
+    trainer.special_tokens, trainer.show_progress = list(_SPECIAL), False
+    backend.train_from_iterator(texts, trainer)
+    words = isinstance(backend.model, models.WordPiece)
+    backend.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1" if words else "[CLS] $A [SEP] $B [SEP]",
+        special_tokens=[(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
+    )
+    names = {f"{name[1:-1].lower()}_token": name for name in _SPECIAL}
+    own = hf.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    own.save_pretrained(folder)
+    return own
+
+
 def word_pieces(folder: Path, *, cased: bool = False, vocab_size: int = 211) -> Any:
     """Write a WordPiece tokenizer trained on varied strings; returns transformers' own."""
     backend = Backend(models.WordPiece(unk_token="[UNK]"))
     backend.normalizer = normalizers.BertNormalizer(lowercase=not cased)
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    texts = [word for word in varied_strings(400, seed=1) if cased or word]
-    backend.train_from_iterator(
-        texts,
-        trainers.WordPieceTrainer(
-            vocab_size=vocab_size,
-            special_tokens=special,
-            limit_alphabet=vocab_size // 3,
-            show_progress=False,
-        ),
-    )
     backend.decoder = decoders.WordPiece()
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
-    )
-    names = {f"{name[1:-1].lower()}_token": name for name in special}
-    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    own.save_pretrained(folder)
-    return own
+    trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, limit_alphabet=vocab_size // 3)
+    texts = [word for word in varied_strings(400, seed=1) if cased or word]
+    return _save_tokenizer(backend, folder, texts, trainer)
 
 
 def unigram(folder: Path, vocab_size: int = 211, characters: bytes = b"") -> Any:
@@ -325,36 +278,20 @@ def unigram(folder: Path, vocab_size: int = 211, characters: bytes = b"") -> Any
     )
     names = {"bos": "<s>", "cls": "<s>", "pad": "<pad>", "eos": "</s>", "sep": "</s>"}
     names = {f"{key}_token": name for key, name in {**names, "unk": "<unk>"}.items()}
-    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    own = hf.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
     own.save_pretrained(folder)
     return own
 
 
 def byte_level(folder: Path, vocab_size: int = 400) -> Any:
     """Write ModernBERT's kind of tokenizer; returns transformers' own."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    backend.train_from_iterator(
-        varied_strings(400, seed=1),
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=special,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B [SEP]",
-        special_tokens=[(name, backend.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
-    )
-    names = {f"{name[1:-1].lower()}_token": name for name in special}
-    own = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **names)
-    own.save_pretrained(folder)
-    return own
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet)
+    return _save_tokenizer(backend, folder, varied_strings(400, seed=1), trainer)
 
 
 def vocabulary_keys(own: Any) -> dict[str, Any]:

@@ -101,76 +101,139 @@ class TinyBlock:
         return hidden.numpy(), logits.float().numpy()
 
 
-_EAGLE_NAMES = {
-    "midlayer.self_attn.q_proj": "blk.0.attn_q",
-    "midlayer.self_attn.k_proj": "blk.0.attn_k",
-    "midlayer.self_attn.v_proj": "blk.0.attn_v",
-    "midlayer.self_attn.o_proj": "blk.0.attn_output",
-    "midlayer.mlp.gate_proj": "blk.0.ffn_gate",
-    "midlayer.mlp.up_proj": "blk.0.ffn_up",
-    "midlayer.mlp.down_proj": "blk.0.ffn_down",
-    "midlayer.input_layernorm": "blk.0.attn_norm",
-    "midlayer.hidden_norm": "blk.0.attn_norm_2",
-    "midlayer.post_attention_layernorm": "blk.0.ffn_norm",
+_NAMES = {
     "fc": "fc",
     "fc_norm": "enc.output_norm",
+    "hidden_norm": "enc.output_norm",
     "norm": "output_norm",
     "lm_head": "output",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "input_layernorm": "attn_norm",
+    "midlayer.hidden_norm": "attn_norm_2",
+    "post_attention_layernorm": "ffn_norm",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+    "candidate_selector.predecessor_codebook": "selector_predecessor",
+    "candidate_selector.successor_codebook": "selector_successor",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
-"""What a GGUF file calls a head's tensors."""
+"""What a GGUF file calls a head's tensors; of a layer's, what is behind ``blk.N.``."""
 
 
-class TinyEagle3:
-    """An EAGLE-3 head of a tiny Llama, as a folder, and its layer in plain torch."""
+class _TinyHead:
+    """A head with layers of its own for a tiny model, as a folder, and the layers in torch."""
 
-    LAYERS = (0, 1, 2)  # by their outputs
+    LAYERS = (0, 1, 2)  # whose outputs it reads
+    SIZE, HEADS, INNER = 16, 4, 96
+
+    def __init__(self, hidden: int, vocab: int, eps: float) -> None:
+        torch.manual_seed(3)
+        self.hidden, self.eps = hidden, eps
+        self.weights = {"fc.weight": torch.randn(hidden, 3 * hidden) * 0.15}
+        self.config: dict[str, Any] = {
+            "hidden_size": hidden,
+            "intermediate_size": self.INNER,
+            "num_hidden_layers": 1,
+            "num_attention_heads": self.HEADS,
+            "num_key_value_heads": 2,
+            "head_dim": self.SIZE,
+            "vocab_size": vocab,
+            "max_position_embeddings": 256,
+            "rms_norm_eps": eps,
+            "rope_theta": 10000.0,
+        }
+
+    def add_layer(self, stem: str, columns: int) -> None:
+        """Make a layer's weights; ``columns`` go into its attention."""
+        hidden, rows = self.hidden, {"q": self.HEADS * self.SIZE, "k": 2 * self.SIZE}
+        shapes = {f"self_attn.{part}_proj": (rows.get(part, rows["k"]), columns) for part in "qkv"}
+        shapes["self_attn.o_proj"] = hidden, rows["q"]
+        shapes |= {f"mlp.{part}_proj": (self.INNER, hidden) for part in ("gate", "up")}
+        shapes["mlp.down_proj"] = hidden, self.INNER
+        for name, shape in shapes.items():
+            self.weights[f"{stem}{name}.weight"] = torch.randn(shape) * 0.15
+        self.add_norms(f"{stem}input_layernorm", f"{stem}post_attention_layernorm")
+
+    def add_norms(self, *names: str, size: int | None = None) -> None:
+        for name in names:
+            self.weights[f"{name}.weight"] = torch.rand(size or self.hidden) + 0.5
+
+    def keys(self) -> dict[str, Any]:
+        """Metadata of a GGUF file, as llama.cpp's converter writes them."""
+        config = self.config
+        return {
+            "block_count": config["num_hidden_layers"],
+            "context_length": config["max_position_embeddings"],
+            "embedding_length": self.hidden,
+            "feed_forward_length": self.INNER,
+            "attention.head_count": self.HEADS,
+            "attention.head_count_kv": 2,
+            "attention.key_length": self.SIZE,
+            "attention.value_length": self.SIZE,
+            "attention.layer_norm_rms_epsilon": self.eps,
+            "rope.dimension_count": self.SIZE,
+            "rope.freq_base": config["rope_theta"],
+            "vocab_size": config["vocab_size"],
+        }
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms(x, self.weights[f"{name}.weight"], self.eps)
+
+    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return x @ self.weights[f"{name}.weight"].T
+
+    def heads(self, x: torch.Tensor, name: str, norm: str = "") -> torch.Tensor:
+        """Rows of a projection, (heads, n, size)."""
+        rows = self.linear(x, name).view(len(x), -1, self.SIZE)
+        return (self.norm(rows, norm) if norm else rows).transpose(0, 1)
+
+    def turned(
+        self, x: torch.Tensor, places: torch.Tensor, divisors: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
+        """Rotated by rows' places, at frequencies that are divided by ``divisors``."""
+        frequencies = 10000.0 ** (-torch.arange(0, 1, 2 / self.SIZE)) / divisors
+        angle = places[:, None] * frequencies
+        cos, sin = angle.cos(), angle.sin()
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def mlp(self, y: torch.Tensor, stem: str) -> torch.Tensor:
+        gate = torch.nn.functional.silu(self.linear(y, f"{stem}mlp.gate_proj"))
+        return self.linear(gate * self.linear(y, f"{stem}mlp.up_proj"), f"{stem}mlp.down_proj")
+
+
+class TinyEagle3(_TinyHead):
+    """An EAGLE-3 head of a tiny Llama."""
 
     def __init__(self, folder: Path, hidden: int, vocab: int, **flags: bool) -> None:
-        torch.manual_seed(3)
-        self.flags, self.hidden, self.heads, self.size = flags, hidden, 4, 16
+        super().__init__(hidden, vocab, 1e-5)
+        self.flags = flags
         self.tokens = np.sort(np.random.default_rng(1).choice(vocab, 90, replace=False))
-        q, kv, inner = self.heads * self.size, 2 * self.size, 96
-        shapes = {
-            "fc": (hidden, 3 * hidden),
-            "midlayer.self_attn.q_proj": (q, 2 * hidden),
-            "midlayer.self_attn.k_proj": (kv, 2 * hidden),
-            "midlayer.self_attn.v_proj": (kv, 2 * hidden),
-            "midlayer.self_attn.o_proj": (hidden, q),
-            "midlayer.mlp.gate_proj": (inner, hidden),
-            "midlayer.mlp.up_proj": (inner, hidden),
-            "midlayer.mlp.down_proj": (hidden, inner),
-            "lm_head": (len(self.tokens), hidden),
-        }
-        norms = {"midlayer.input_layernorm", "midlayer.hidden_norm", "norm"}
-        norms |= {"midlayer.post_attention_layernorm"}
-        w = {f"{name}.weight": torch.randn(shape) * 0.15 for name, shape in shapes.items()}
-        w |= {f"{name}.weight": torch.rand(hidden) + 0.5 for name in sorted(norms)}
+        self.add_layer("midlayer.", 2 * hidden)
+        self.add_norms("midlayer.hidden_norm", "norm")
+        self.weights["lm_head.weight"] = torch.randn(len(self.tokens), hidden) * 0.15
         if flags.get("norm_before_fc"):
-            w["fc_norm.weight"] = torch.rand(3 * hidden) + 0.5
-        self.weights = w
+            self.add_norms("fc_norm", size=3 * hidden)
         offsets = torch.tensor(self.tokens - np.arange(len(self.tokens)))
         chosen = torch.isin(torch.arange(vocab), torch.tensor(self.tokens))
-        save_file(w | {"d2t": offsets, "t2d": chosen}, folder / "model.safetensors")
-        config = {
+        save_file(self.weights | {"d2t": offsets, "t2d": chosen}, folder / "model.safetensors")
+        self.config |= {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            "hidden_size": hidden,
-            "intermediate_size": inner,
-            "num_hidden_layers": 1,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": 2,
-            "head_dim": self.size,
-            "vocab_size": vocab,
             "draft_vocab_size": len(self.tokens),
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
             "tie_word_embeddings": False,
             "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.LAYERS)},
             **flags,
         }
-        self.config = config
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(self.config))
 
     def save_speculators(self, folder: Path) -> Path:
         """The head as vLLM's library writes it: the layer's config apart, other names."""
@@ -200,51 +263,32 @@ class TinyEagle3:
         self,
         path: Path,
         layers: tuple[int, ...] = (1, 2, 3),
-        kind: str = "i64",
         more: Mapping[str, np.ndarray] = MappingProxyType({}),
         mapped: bool = True,
         **keys: Any,
     ) -> Path:
-        """The head as llama.cpp's converter writes it, which reads what goes into ``layers``, with
-        ``more`` tensors; without a map of its tokens unless ``mapped``.
+        """The head as a GGUF file, which reads what goes into ``layers``, with ``more`` tensors;
+        without a map of its tokens unless ``mapped``.
         """
-        config = self.config
         metadata = {
-            "block_count": 1,
-            "context_length": config["max_position_embeddings"],
-            "embedding_length": self.hidden,
-            "feed_forward_length": config["intermediate_size"],
-            "attention.head_count": self.heads,
-            "attention.head_count_kv": config["num_key_value_heads"],
-            "attention.key_length": self.size,
-            "attention.value_length": self.size,
-            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-            "rope.dimension_count": self.size,
-            "rope.freq_base": config["rope_theta"],
-            "vocab_size": config["vocab_size"],
+            **self.keys(),
             "target_layers": list(layers),
             "target_hidden_size": self.hidden,
             "norm_before_residual": self.flags.get("norm_before_residual", False),
             "norm_before_fc": self.flags.get("norm_before_fc", False),
             **keys,
         }
-        numbers = self.tokens.astype({"i": "int", "f": "float"}[kind[0]] + kind[1:])
-        tensors: dict[str, Any] = {"d2t": (numbers, kind)} if mapped else {}
+        tensors: dict[str, Any] = {"d2t": (self.tokens, "i64")} if mapped else {}
         tensors |= {f"{name}.weight": (array, "f32") for name, array in more.items()}
         for name, tensor in self.weights.items():
-            stem = name.removesuffix(".weight")
-            rows = tensor.numpy()
+            stem, rows = name.removesuffix(".weight"), tensor.numpy()
             if stem.endswith(("q_proj", "k_proj")):
-                rows = in_pairs(rows, self.heads if "q_proj" in stem else 2)
-            tensors[f"{_EAGLE_NAMES[stem]}.weight"] = rows, "f32"
+                rows = in_pairs(rows, self.HEADS if "q_proj" in stem else 2)
+            own = _NAMES.get(stem) or _NAMES[stem.removeprefix("midlayer.")]
+            prefix = "blk.0." if stem.startswith("midlayer.") else ""
+            tensors[f"{prefix}{own}.weight"] = rows, "f32"
         whole = {f"eagle3.{key}": value for key, value in metadata.items()}
         return write_gguf(path, "eagle3", {**whole, "tokenizer.ggml.model": "no_vocab"}, tensors)[0]
-
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms(x, self.weights[f"{name}.weight"], 1e-5)
-
-    def linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ self.weights[f"{name}.weight"].T
 
     def expected(
         self, embedded: torch.Tensor, features: torch.Tensor, divisors: torch.Tensor
@@ -254,70 +298,26 @@ class TinyEagle3:
         """
         if self.flags.get("norm_before_fc"):
             features = self.norm(features, "fc_norm")
-        g, n = self.linear(features, "fc"), len(embedded)
+        g, places = self.linear(features, "fc"), torch.arange(1, len(embedded) + 1)
         normed = self.norm(g, "midlayer.hidden_norm")
         both = torch.cat([self.norm(embedded, "midlayer.input_layernorm"), normed], -1)
-        shape = (n, -1, self.size)
-        q, k, v = (
-            self.linear(both, f"midlayer.self_attn.{part}_proj").view(shape).transpose(0, 1)
-            for part in "qkv"
-        )
-        frequencies = 10000.0 ** (-torch.arange(0, 1, 2 / self.size)) / divisors
-        angle = torch.arange(1, n + 1)[:, None] * frequencies
-        cos, sin = angle.cos(), angle.sin()
-
-        def turned(x: torch.Tensor) -> torch.Tensor:
-            a, b = x.chunk(2, -1)
-            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-        k, v = (each.repeat_interleave(2, 0) for each in (turned(k), v))
-        mixed = torch.nn.functional.scaled_dot_product_attention(turned(q), k, v, is_causal=True)
+        q, k, v = (self.heads(both, f"midlayer.self_attn.{part}_proj") for part in "qkv")
+        q, k = (self.turned(each, places, divisors) for each in (q, k))
+        k, v = (each.repeat_interleave(2, 0) for each in (k, v))
+        mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = normed if self.flags.get("norm_before_residual") else g
-        joined = mixed.transpose(0, 1).reshape(n, -1)
+        joined = mixed.transpose(0, 1).reshape(len(x), -1)
         x = x + self.linear(joined, "midlayer.self_attn.o_proj")
-        y = self.norm(x, "midlayer.post_attention_layernorm")
-        gate = torch.nn.functional.silu(self.linear(y, "midlayer.mlp.gate_proj"))
-        x = x + self.linear(gate * self.linear(y, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
+        x = x + self.mlp(self.norm(x, "midlayer.post_attention_layernorm"), "midlayer.")
         return self.linear(self.norm(x, "norm"), "lm_head")
 
 
-_DFLASH_NAMES = {
-    "fc": "fc",
-    "hidden_norm": "enc.output_norm",
-    "norm": "output_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "markov_head.markov_w1": "markov_w1",
-    "markov_head.markov_w2": "markov_w2",
-    "confidence_head.proj": "conf_proj",
-    "candidate_selector.predecessor_codebook": "selector_predecessor",
-    "candidate_selector.successor_codebook": "selector_successor",
-    "candidate_selector.hidden_projection": "selector_hidden",
-    "attention_conv.base_kernel": "attn_conv_base",
-    "attention_conv.kernel_projection": "attn_conv_proj",
-    "mlp_conv.base_kernel": "ffn_conv_base",
-    "mlp_conv.kernel_projection": "ffn_conv_proj",
-}
-"""What a GGUF file calls a draft's tensors, behind ``blk.N.``."""
-
-
-class TinyDFlash:
-    """A DFlash draft of a model with ``hidden`` numbers, as a folder; with ``rank``, DSpark's, or
-    DFlash 2's if it has ``choices``.
-
-    ``in_pairs``: the folder's queries and keys rotate neighbours.
+class TinyDFlash(_TinyHead):
+    """A DFlash draft of a model with ``hidden`` numbers; with ``rank``, DSpark's, or DFlash 2's if
+    it has ``choices``.
     """
 
-    LAYERS = (0, 1, 2)  # by their outputs
+    GROUP = 8  # channels that share a kernel
 
     def __init__(
         self,
@@ -328,34 +328,18 @@ class TinyDFlash:
         window: int = 1 << 20,
         rank: int = 0,
         choices: int = 0,
-        in_pairs: bool = False,
         **changes: Any,
     ) -> None:
+        super().__init__(hidden, vocab, 1e-6)
         self.window, self.causal = window, bool(changes.get("is_causal"))
-        torch.manual_seed(3)
-        self.hidden, self.heads, self.size, self.layers = hidden, 4, 16, 2
-        q, kv, inner = self.heads * self.size, 2 * self.size, 96
-        w = {"fc.weight": torch.randn(hidden, len(self.LAYERS) * hidden) * 0.15}
-        for name in ("hidden_norm", "norm"):
-            w[f"{name}.weight"] = torch.rand(hidden) + 0.5
+        self.layers, self.choices = 2, choices
+        self.add_norms("hidden_norm", "norm")
         for layer in range(self.layers):
-            shapes = {
-                "self_attn.q_proj": (q, hidden),
-                "self_attn.k_proj": (kv, hidden),
-                "self_attn.v_proj": (kv, hidden),
-                "self_attn.o_proj": (hidden, q),
-                "mlp.gate_proj": (inner, hidden),
-                "mlp.up_proj": (inner, hidden),
-                "mlp.down_proj": (hidden, inner),
-            }
-            norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-            norms |= {"self_attn.q_norm": self.size, "self_attn.k_norm": self.size}
-            for name, shape in shapes.items():
-                w[f"layers.{layer}.{name}.weight"] = torch.randn(shape) * 0.15
-            for name, width in norms.items():
-                w[f"layers.{layer}.{name}.weight"] = torch.rand(width) + 0.5
-        self.choices, self.group, selects = choices, 8, rank if choices else 0
-        if selects:
+            self.add_layer(f"layers.{layer}.", hidden)
+            norms = (f"layers.{layer}.self_attn.{part}_norm" for part in "qk")
+            self.add_norms(*norms, size=self.SIZE)
+        w = self.weights
+        if choices:
             for name in ("predecessor", "successor"):
                 w[f"candidate_selector.{name}_codebook"] = torch.randn(vocab, rank)
             w["candidate_selector.hidden_projection.weight"] = torch.randn(rank, hidden) * 0.15
@@ -363,76 +347,43 @@ class TinyDFlash:
                 f"layers.{n}.{part}_conv" for n in range(2) for part in ("attention", "mlp")
             ]:
                 w[f"{name}.base_kernel"] = torch.randn(2, KERNEL, hidden) * 0.5
-                shape = (2 * KERNEL * hidden // self.group, hidden)
+                shape = (2 * KERNEL * hidden // self.GROUP, hidden)
                 w[f"{name}.kernel_projection.weight"] = torch.randn(shape) * 0.1
         elif rank:
             for number in (1, 2):
                 w[f"markov_head.markov_w{number}.weight"] = torch.randn(vocab, rank) * 0.6
             w["confidence_head.proj.weight"] = torch.randn(1, hidden + rank)
             w["confidence_head.proj.bias"] = torch.randn(1)
-        self.weights = w
         folder.mkdir(exist_ok=True)
-        save_file(
-            {n: _neighbours(n, t, self.size) for n, t in w.items()} if in_pairs else w,
-            folder / "model.safetensors",
-        )
+        save_file(w, folder / "model.safetensors")
         block: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": list(self.LAYERS)}
-        self.selector: dict[str, int] = (
-            {
-                "conv_kernel_size": KERNEL,
-                "conv_group_size": self.group,
-                "selector_rank": rank,
-                "selector_top_k": choices,
-            }
-            if selects
-            else {}
-        )
-        kind = "DFlash2DraftModel" if selects else "Qwen3DSparkModel"
-        config = {
+        kernels = {"conv_kernel_size": KERNEL, "conv_group_size": self.GROUP}
+        self.selector = {"selector_rank": rank, "selector_top_k": choices} if choices else {}
+        self.selector |= kernels if choices else {}
+        kind = "DFlash2DraftModel" if choices else "Qwen3DSparkModel"
+        self.config |= {
             "architectures": [kind if rank else "DFlashDraftModel"],
             "model_type": "qwen3",
-            "hidden_size": hidden,
-            "intermediate_size": inner,
             "num_hidden_layers": self.layers,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": 2,
-            "head_dim": self.size,
-            "vocab_size": vocab,
-            "max_position_embeddings": 256,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
             "block_size": BLOCK,
-            **(block if rank and not selects else {"dflash_config": {**block, **self.selector}}),
-            "rope_is_neox_style": not in_pairs,
+            **(block if rank and not choices else {"dflash_config": {**block, **self.selector}}),
             "use_sliding_window": window < 1 << 20,
             "sliding_window": window,
             "layer_types": ["sliding_attention"] * self.layers,
             **changes,
         }
-        self.config = config
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(self.config))
 
     def save_gguf(self, path: Path, layers: tuple[int, ...] = (1, 2, 3), **keys: Any) -> Path:
-        """The draft as llama.cpp's converter writes it, which reads what goes into ``layers``."""
-        config = self.config
+        """The draft as a GGUF file, which reads what goes into ``layers``."""
         metadata = {
-            "block_count": self.layers,
-            "context_length": config["max_position_embeddings"],
-            "embedding_length": self.hidden,
-            "feed_forward_length": config["intermediate_size"],
-            "attention.head_count": self.heads,
-            "attention.head_count_kv": 2,
-            "attention.key_length": self.size,
-            "attention.value_length": self.size,
-            "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
-            "rope.freq_base": config["rope_theta"],
-            "vocab_size": config["vocab_size"],
+            **self.keys(),
             "block_size": BLOCK,
             "target_layers": list(layers),
             **self.selector,
             **keys,
         }
-        if config["use_sliding_window"]:
+        if self.config["use_sliding_window"]:
             metadata["attention.sliding_window"] = self.window
             metadata["attention.sliding_window_pattern"] = [True] * self.layers
         tensors = {}
@@ -443,7 +394,7 @@ class TinyDFlash:
             if stem.startswith("layers."):
                 _, layer, stem = stem.split(".", 2)
                 prefix = f"blk.{layer}."
-            tensors[f"{prefix}{_DFLASH_NAMES[stem]}.{kind}".rstrip(".")] = tensor.numpy(), "f32"
+            tensors[f"{prefix}{_NAMES[stem]}.{kind}".rstrip(".")] = tensor.numpy(), "f32"
         whole = {f"dflash.{key}": value for key, value in metadata.items()}
         whole |= {"tokenizer.ggml.model": "no_vocab", "tokenizer.ggml.mask_token_id": MASK}
         return write_gguf(path, "dflash", whole, tensors)[0]
@@ -452,18 +403,18 @@ class TinyDFlash:
         self, features: torch.Tensor, embedded: torch.Tensor, head: torch.Tensor
     ) -> np.ndarray:
         """Logits of a block's rows (b, D) after tokens with ``features`` (n, 3D)."""
-        context = self._norm(self._linear(features, "fc"), "hidden_norm")
+        context = self.norm(self.linear(features, "fc"), "hidden_norm")
         n, x = len(context), embedded
         for layer in range(self.layers):
             stem = f"layers.{layer}."
-            normed = self._norm(x, f"{stem}input_layernorm")
+            normed = self.norm(x, f"{stem}input_layernorm")
             normed, around = self._convolved(normed, f"{stem}attention_conv")
             both = torch.cat([context, normed])
             places = torch.arange(n + len(x))
-            q = self._heads(normed, f"{stem}self_attn.q_proj", f"{stem}self_attn.q_norm")
-            k = self._heads(both, f"{stem}self_attn.k_proj", f"{stem}self_attn.k_norm")
-            v = self._heads(both, f"{stem}self_attn.v_proj", "")
-            q, k = self._turned(q, places[n:]), self._turned(k, places)
+            q = self.heads(normed, f"{stem}self_attn.q_proj", f"{stem}self_attn.q_norm")
+            k = self.heads(both, f"{stem}self_attn.k_proj", f"{stem}self_attn.k_norm")
+            v = self.heads(both, f"{stem}self_attn.v_proj")
+            q, k = self.turned(q, places[n:]), self.turned(k, places)
             first = max(0, n + 1 - self.window)  # of the first row's, which all rows may see
             k, v = (each[:, first:].repeat_interleave(2, 0) for each in (k, v))
             seen = places[None] <= places[n:, None] if self.causal else places[None] >= 0
@@ -472,13 +423,11 @@ class TinyDFlash:
             mask = seen.expand(len(x), -1)[:, first:]
             mixed = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
             joined = mixed.transpose(0, 1).reshape(len(x), -1)
-            x = x + around(self._linear(joined, f"{stem}self_attn.o_proj"))
-            y = self._norm(x, f"{stem}post_attention_layernorm")
+            x = x + around(self.linear(joined, f"{stem}self_attn.o_proj"))
+            y = self.norm(x, f"{stem}post_attention_layernorm")
             y, around = self._convolved(y, f"{stem}mlp_conv")
-            gate = torch.nn.functional.silu(self._linear(y, f"{stem}mlp.gate_proj"))
-            gated = gate * self._linear(y, f"{stem}mlp.up_proj")
-            x = x + around(self._linear(gated, f"{stem}mlp.down_proj"))
-        self.last = self._norm(x, "norm")
+            x = x + around(self.mlp(y, stem))
+        self.last = self.norm(x, "norm")
         return (self.last @ head.T).numpy()
 
     def _convolved(self, x: torch.Tensor, name: str) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -486,16 +435,13 @@ class TinyDFlash:
         if f"{name}.base_kernel" not in self.weights:
             return x, lambda rows: rows
         base = self.weights[f"{name}.base_kernel"]
-        own = self._linear(x, f"{name}.kernel_projection").view(len(x), 2, KERNEL, -1)
+        own = self.linear(x, f"{name}.kernel_projection").view(len(x), 2, KERNEL, -1)
+        kernels = base + own.repeat_interleave(self.GROUP, -1)  # (b, 2, KERNEL, D)
 
         def side(number: int, rows: torch.Tensor) -> torch.Tensor:
             out = torch.zeros_like(rows)
-            for row, back, channel in np.ndindex(len(x), KERNEL, x.shape[1]):
-                if back <= row:
-                    kernel = (
-                        base[number, back, channel] + own[row, number, back, channel // self.group]
-                    )
-                    out[row, channel] += kernel * rows[row - back, channel]
+            for back in range(KERNEL):
+                out[back:] += kernels[back:, number, back] * rows[: len(rows) - back]
             return out
 
         return side(0, x), lambda rows: side(1, rows)
@@ -507,37 +453,13 @@ class TinyDFlash:
                 self.weights[f"candidate_selector.{n}_codebook"]
                 for n in ("predecessor", "successor")
             ]
-            gates = self._linear(self.last[rows], "candidate_selector.hidden_projection")
+            gates = self.linear(self.last[rows], "candidate_selector.hidden_projection")
             scores = logits + ((codes[0][tokens] * gates) @ codes[1].T).numpy()
             best = np.sort(logits, 1)[:, -self.choices, None]
             return np.where(logits >= best, scores, -np.inf)
         w = [self.weights[f"markov_head.markov_w{n}.weight"].numpy() for n in (1, 2)]
         changed: np.ndarray = logits + w[0][tokens] @ w[1].T
         return changed
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms(x, self.weights[f"{name}.weight"], 1e-6)
-
-    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return x @ self.weights[f"{name}.weight"].T
-
-    def _heads(self, x: torch.Tensor, name: str, norm: str) -> torch.Tensor:
-        rows = self._linear(x, name).view(len(x), -1, self.size)
-        return (self._norm(rows, norm) if norm else rows).transpose(0, 1)
-
-    def _turned(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        angle = places[:, None] * 10000.0 ** (-torch.arange(0, 1, 2 / self.size))
-        cos, sin = angle.cos(), angle.sin()
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def _neighbours(name: str, tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Rows of heads of queries and keys, whose halves rotate, in an order in which pairs do."""
-    if not any(part in name for part in ("q_proj", "k_proj", "q_norm", "k_norm")):
-        return tensor
-    halves = tensor.reshape(-1, 2, size // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape).contiguous()
 
 
 class TinyAssistant:

@@ -9,19 +9,16 @@ import pytest
 from scipy.linalg import hadamard
 
 from localrt.common.errors import CheckpointError, LocalrtError, OptionError
-from localrt.quant.formats import AFFINE, BF16, CODECS, F16, MXFP4, NVFP4, Codec, pack, unpack
-from localrt.quant.formats.ggml import GGUF_CODECS
+from localrt.quant.formats import AFFINE, CODECS, F16, MXFP4, Codec, pack, unpack
 from localrt.quant.methods import (
     METHODS,
     HessianSum,
     block_hadamard,
-    default_method,
     fitting_format,
     quantize,
     quantized_format,
     restore,
     rotation,
-    tensor_scale,
 )
 from localrt.quant.methods.gptq import gptq_codes
 from localrt.quant.methods.scales import best_scales
@@ -55,23 +52,11 @@ def output_error(inputs: np.ndarray, values: np.ndarray, rounded: np.ndarray) ->
     return float(np.linalg.norm(wrong) / np.linalg.norm(inputs @ values.T))
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_default_methods(name: str) -> None:
-    format_ = CODECS[name].format
-    expected = "mr-gptq" if name.startswith(("int4", "nf4", "mxfp4", "nvfp4")) else "rtn"
-    expected = "gptq" if name in GGUF_CODECS else expected
-    assert default_method(format_, calibrated=True) == expected
-    assert default_method(format_, calibrated=False) == "rtn"
-    assert rotation(format_) % 16 == 0
-    assert fitting_format(format_, 16 * rotation(format_)) == format_
-
-
 @pytest.mark.parametrize(
     ("name", "columns", "fitting"),
     [
         ("int4-g128", 576, "int4-g64"),
         ("nf4", 96, "int4-g32"),
-        ("nf4", 48, "bf16"),
         ("nvfp4", 48, "bf16"),  # sixteen columns more than the kernels' 32
         ("int8-g64m", 96, "int8-g32m"),
         ("bf16", 7, "bf16"),
@@ -79,22 +64,6 @@ def test_default_methods(name: str) -> None:
 )
 def test_fitting_format(name: str, columns: int, fitting: str) -> None:
     assert fitting_format(quantized_format(name), columns).name == fitting
-
-
-def test_other_formats_are_refused_with_the_list() -> None:
-    assert quantized_format("bf16") == BF16
-    for name in ("q4_k", "int3-g32", "f32", ""):
-        with pytest.raises(
-            OptionError, match=r"nf4, mxfp4, nvfp4, q2_k, q3_k, iq4_nl, f16, bf16, is"
-        ):
-            quantized_format(name)
-
-
-@pytest.mark.parametrize("size", [1, 2, 16, 32, 128])
-def test_matrix(size: int) -> None:
-    matrix = block_hadamard(np.eye(size, dtype=np.float32), size)
-    np.testing.assert_allclose(matrix, hadamard(size) / size**0.5, rtol=1e-6)
-    np.testing.assert_allclose(matrix @ matrix.T, np.eye(size), atol=1e-6)
 
 
 def test_block_rotation() -> None:
@@ -105,12 +74,6 @@ def test_block_rotation() -> None:
     expected = values.reshape(3, 3, 32) @ hadamard(32).astype(np.float32) / np.float32(32**0.5)
     np.testing.assert_allclose(rotated, expected.reshape(3, 96), atol=1e-5)
     np.testing.assert_allclose(block_hadamard(rotated, 32), values, atol=1e-6)
-
-
-@pytest.mark.parametrize("size", [0, 3, 64, -2])
-def test_sizes_that_do_not_fit_are_refused(size: int) -> None:
-    with pytest.raises(ValueError, match="a power of two that divides 96"):
-        block_hadamard(np.zeros((1, 96), np.float32), size)
 
 
 INT4 = AFFINE["int4-g32"].format
@@ -130,22 +93,6 @@ def test_every_method_serves_every_format(name: str, method: str) -> None:
     assert output_error(inputs, values, restore(found)) < plain * (1.2 if method == "rtn" else 1)
     again = quantize(values, tensor.format, method=method, hessian=hessian, name="w")
     assert np.array_equal(again.tensor.data, tensor.data)
-
-
-@pytest.mark.parametrize("name", ["int4-g32", "int4-g128m", "nf4", "mxfp4", "nvfp4"])
-def test_gptq_error(name: str) -> None:
-    values, inputs = weight(64, 256), activations(1024, 256)
-    hessian = hessian_of(inputs)
-    errors = {
-        method: output_error(
-            inputs,
-            values,
-            restore(quantize(values, CODECS[name].format, method=method, hessian=hessian)),
-        )
-        for method in METHODS
-    }
-    assert errors["gptq"] < 0.7 * errors["rtn"]
-    assert errors["mr-gptq"] < 0.7 * errors["rtn"]
 
 
 def naive_gptq(
@@ -169,10 +116,9 @@ def naive_gptq(
     return codes
 
 
-@pytest.mark.parametrize("name", ["int4-g32", "int4-g32m", "nvfp4"])
-@pytest.mark.parametrize("columns", [32, 160])
-def test_the_blocked_loop_is_the_textbooks(name: str, columns: int) -> None:
-    codec = CODECS[name]
+@pytest.mark.parametrize("name", ["int4-g32m", "nvfp4"])
+def test_the_blocked_loop_is_the_textbooks(name: str) -> None:
+    codec, columns = CODECS[name], 160
     values, inputs = weight(8, columns) * 20, activations(400, columns)
     # Falling diagonal: the order of columns is the natural one.
     inputs = inputs[:, np.argsort(-(inputs**2).sum(axis=0))]
@@ -186,17 +132,6 @@ def test_the_blocked_loop_is_the_textbooks(name: str, columns: int) -> None:
     assert (ours != textbook).mean() < 0.02
 
 
-def test_column_order() -> None:
-    values, inputs = weight(16, 96), activations(400, 96)
-    shuffle = np.random.default_rng(3).permutation(96)
-    codec = CODECS["int4-g32"]
-    # One scale for all groups, so that moving columns between groups changes nothing else.
-    scales = np.full((16, 3, 1), 0.02, np.float32)
-    straight = gptq_codes(values, scales, codec, hessian_of(inputs))
-    shuffled = gptq_codes(values[:, shuffle], scales, codec, hessian_of(inputs[:, shuffle]))
-    assert (shuffled != straight[:, shuffle]).mean() < 0.01
-
-
 def test_inactive_inputs() -> None:
     values, inputs = weight(16, 64), activations(400, 64)
     inputs[:, 10] = 0
@@ -206,14 +141,6 @@ def test_inactive_inputs() -> None:
     assert np.array_equal(found[:, 10], rounded[:, 10])
     nothing = quantize(values, INT4, method="gptq", hessian=np.zeros((64, 64), np.float32))
     assert np.array_equal(restore(nothing), rounded)
-
-
-def test_shared_factor() -> None:
-    a, b = weight(8, 64, 1), weight(8, 64, 2) * 3
-    shared = tensor_scale(CODECS["nvfp4"], a, b)
-    assert quantize(a, NVFP4, scale=shared).tensor.scale == shared
-    assert quantize(b, NVFP4).tensor.scale == shared  # b has the extreme
-    assert tensor_scale(CODECS["mxfp4"], a, b) == 1.0
 
 
 def test_bad_arguments() -> None:

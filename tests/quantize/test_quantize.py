@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import tracemalloc
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -13,12 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.common.errors import (
-    CancelledError,
-    CheckpointError,
-    LocalrtError,
-    OptionError,
-)
+from localrt.common.errors import CancelledError, CheckpointError, LocalrtError, OptionError
 from localrt.common.progress import Progress
 from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import Checkpoint, StoreCheckpoint, open_checkpoint
@@ -26,7 +20,7 @@ from localrt.models.registry import load_decoder, read_config
 from localrt.offload.store import partial_folder
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import TiledTensor
-from localrt.quant.methods import METHODS, restore
+from localrt.quant.methods import restore
 from localrt.quant.ops.protocol import Batch
 from localrt.quant.reference.ops import TorchOps
 from localrt.quantize.calibration import calibration_windows
@@ -34,6 +28,7 @@ from localrt.quantize.quantize import QuantizeReport, Recipe, quantize_model
 from tests.conftest import needs_kernels
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.test_heads import IDS, block_logits
+from tests.models.test_model import some
 from tests.models.tiny import load_ours, relative_error, save_tiny, tokens
 from tests.models.tiny_heads import TinyBlock
 from tests.store.synthetic import SyntheticCheckpoint
@@ -89,9 +84,9 @@ def stored(folder: Path) -> StoreCheckpoint:
 @pytest.mark.parametrize(
     ("name", "method"),
     [
-        *(("llama", method) for method in METHODS),
-        *((name, "mr-gptq") for name in ("phi3", "deepseek-v2-dense")),
-        *(pytest.param(name, "mr-gptq", marks=pytest.mark.slow) for name in ("gemma3", "qwen2")),
+        ("llama", "gptq"),
+        ("deepseek-v2-dense", "mr-gptq"),
+        *(pytest.param(name, "mr-gptq", marks=pytest.mark.slow) for name in ("gemma3", "phi3")),
     ],
 )
 def test_eight_bits(folders: Mapping[str, Path], tmp_path: Path, name: str, method: str) -> None:
@@ -119,20 +114,14 @@ def test_folded_rotation(folders: Mapping[str, Path], tmp_path: Path) -> None:
         assert distance(logits(store), logits(folders["llama-tied-bias"])) < 0.05
 
 
-def test_rotation_not_folded(folders: Mapping[str, Path], tmp_path: Path) -> None:
-    run(folders["llama"], tmp_path / "s", "int4-g32", method="mr-gptq")  # heads of 16
-    with closing(stored(tmp_path / "s")) as store:
-        (block,) = store.blocks(QKV.format(0, "o", "weight"))
-        assert isinstance(block, TiledTensor)
-        assert block.hadamard == 32
-        assert store.manifest.quantization is not None
-        assert store.manifest.quantization.folded == 0
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     ("format_", "method"),
-    [("int4-g32m", "rtn"), *((name, "mr-gptq") for name in ("int4-g32", "nf4", "mxfp4", "nvfp4"))],
+    [
+        ("int4-g32m", "rtn"),
+        ("int4-g32", "mr-gptq"),
+        *(pytest.param(n, "mr-gptq", marks=pytest.mark.slow) for n in ("nf4", "mxfp4", "nvfp4")),
+    ],
 )
 def test_kernels(folders: Mapping[str, Path], tmp_path: Path, format_: str, method: str) -> None:
     from localrt.quant.cpu.ops import NativeOps
@@ -141,9 +130,8 @@ def test_kernels(folders: Mapping[str, Path], tmp_path: Path, format_: str, meth
     assert relative_error(logits(tmp_path / "s", NativeOps()), logits(tmp_path / "s")) < 0.05
 
 
-@pytest.mark.parametrize("method", ["rtn", "mr-gptq"])
-def test_shared_factors(folders: Mapping[str, Path], tmp_path: Path, method: str) -> None:
-    run(folders["llama"], tmp_path / "s", "nvfp4", method=method)
+def test_shared_factors(folders: Mapping[str, Path], tmp_path: Path) -> None:
+    run(folders["llama"], tmp_path / "s", "nvfp4", method="mr-gptq")
     with closing(stored(tmp_path / "s")) as store:
         for names in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
             blocks = [next(store.blocks(f"model.layers.1.{name}_proj.weight")) for name in names]
@@ -196,14 +184,6 @@ def test_head_format(tmp_path: Path) -> None:
     assert head("f32", "4", "bf16") == "bf16"
 
 
-def test_same_format(tmp_path: Path) -> None:
-    source = SyntheticCheckpoint(tmp_path, formats={"proj": "mxfp4"})
-    quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
-    with closing(stored(tmp_path / "s")) as store:
-        name = "model.layers.0.mlp.up_proj.weight"
-        np.testing.assert_array_equal(store.read(name).data, source.read(name).data)
-
-
 def test_fallbacks(folders: Mapping[str, Path], tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, hidden=128, inner=160)
     report = quantize_model(source, tmp_path / "s", Recipe("int4-g128"))
@@ -211,25 +191,9 @@ def test_fallbacks(folders: Mapping[str, Path], tmp_path: Path) -> None:
     assert all("down_proj" in name for name in report.fallbacks)
     assert len(report.fallbacks) == 2
     assert report.layer_bits_per_weight > 4.125
-    nf4 = quantize_model(source, tmp_path / "n", Recipe("nf4"))
-    assert set(nf4.fallbacks.values()) == {"int4-g32"}
     odd = SyntheticCheckpoint(tmp_path, hidden=64, inner=72, formats={"down_proj": "f32"})
     eight = quantize_model(odd, tmp_path / "o", Recipe("int8-g32"))
     assert set(eight.fallbacks.values()) == {"bf16"}
-
-
-def test_memory(tmp_path: Path) -> None:
-    source = SyntheticCheckpoint(
-        tmp_path, vocab=64, hidden=1024, inner=2048, layers=1, formats={"proj": "bf16"}
-    )
-    tracemalloc.start()
-    try:
-        quantize_model(source, tmp_path / "s", Recipe("mxfp4"))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    unit = 3 * 1024 * 2048 * 2
-    assert peak < unit / 3
 
 
 def test_loss(tmp_path: Path) -> None:
@@ -267,14 +231,13 @@ class Poisoned(SyntheticCheckpoint):
         return tensor
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_nan_weights(tmp_path: Path, method: str) -> None:
+def test_nan_weights(tmp_path: Path) -> None:
     text = [token % 250 for token in TEXT]
     poisoned = Poisoned(tmp_path, formats={"proj": "f32"})
     with pytest.raises(
         LocalrtError, match=r"layers\.1\.mlp\.(up|down)_proj\.weight: .* hold NaN"
     ) as caught:
-        run(poisoned, tmp_path / "s", "int4-g32", method=method, calibration=text)
+        run(poisoned, tmp_path / "s", "int4-g32", method="gptq", calibration=text)
     assert isinstance(caught.value, CheckpointError)
     assert not (tmp_path / "s").exists()
 
@@ -285,14 +248,8 @@ def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
     for message, format_, options in (
         (r"format must be one of int4-g32 .*, is 'int3'", "int3", {}),
         (r"format must be one of .*, is 'q4_k'", "int4-g32", {"head_format": "q4_k"}),
-        ("method must be one of rtn, gptq, mr-gptq, is 'awq'", "int4-g32", {"method": "awq"}),
         ("gptq needs calibration text", "int4-g32", {**gptq, "calibration": None}),
         ("bf16 takes only rtn", "bf16", gptq),
-        (
-            "calibration text has 63 tokens: at least",
-            "int4-g32",
-            {**gptq, "calibration": TEXT[:63]},
-        ),
         ("calibration_tokens must be from", "int4-g32", {**gptq, "calibration_tokens": 10}),
         ("token ids must be from 0", "int4-g32", {**gptq, "calibration": [10**6] * 999}),
     ):
@@ -306,13 +263,7 @@ def test_errors(folders: Mapping[str, Path], tmp_path: Path) -> None:
         run(llama, out)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("gemma4", "deepseek-v4"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cohere2", "glm5-next")),
-    ],
-)
+@pytest.mark.parametrize("name", ["gemma4", pytest.param("deepseek-v4", marks=pytest.mark.slow)])
 def test_layers_that_calibration_does_not_know(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path / "m")
     run(tmp_path / "m", tmp_path / "plain", "int8-g32", method="rtn")
@@ -341,8 +292,8 @@ def test_windows() -> None:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        *(("qwen3.5", "folder"), ("deepseek-v3-plain", "gguf")),
-        pytest.param("qwen3.5-moe", "gguf", marks=pytest.mark.slow),
+        ("qwen3.5", "folder"),
+        pytest.param("deepseek-v3-plain", "gguf", marks=pytest.mark.slow),
         pytest.param("glm4-moe", "folder", marks=pytest.mark.slow),
     ],
 )
@@ -401,11 +352,7 @@ def test_rounding(mixture: Path, tmp_path: Path, format: str) -> None:
         assert blocks[0].scale == blocks[1].scale  # they share their input
 
 
-SLOW = ("nemotron-h-moe", "kimi-linear", "lfm3", "olmo-hybrid")
-HYBRIDS = ["falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-
-
-@pytest.mark.parametrize("name", HYBRIDS)
+@some(("falcon-h1", "nemotron-h-moe", "kimi-linear", "lfm3", "olmo-hybrid"), ("lfm3",))
 def test_recurrent_layers(name: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path / "model")
     report = run(tmp_path / "model", tmp_path / "store", "int8-g32", method="mr-gptq")
@@ -414,24 +361,11 @@ def test_recurrent_layers(name: str, tmp_path: Path) -> None:
     assert np.median([distance(*rows) for rows in zip(ours, theirs, strict=True)]) < 0.05
 
 
-@pytest.fixture(scope="module")
-def rounded(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with every matrix rounded."""
-    return run(mixture, tmp_path_factory.mktemp("rounded") / "s", method="rtn").path
-
-
-@pytest.fixture(scope="module")
-def lost(mixture: Path, rounded: Path) -> float:
-    """How far rounding takes its logits."""
-    return distance(logits(rounded), logits(mixture))
-
-
-@pytest.mark.parametrize("method", ["gptq", "mr-gptq"])
-def test_calibrating_all_but_the_experts(
-    mixture: Path, rounded: Path, lost: float, tmp_path: Path, method: str
-) -> None:
-    report = run(mixture, tmp_path / "store", method=method)
-    assert distance(logits(report.path), logits(mixture)) < 1.2 * lost
+def test_calibrating_all_but_the_experts(mixture: Path, tmp_path: Path) -> None:
+    rounded = run(mixture, tmp_path / "rounded", method="rtn").path
+    report = run(mixture, tmp_path / "store", method="gptq")
+    exact = logits(mixture)
+    assert distance(logits(report.path), exact) < 1.2 * distance(logits(rounded), exact)
     query = "model.layers.1.self_attn.q_proj.weight"
     shared = "model.layers.1.mlp.shared_experts.down_proj.weight"
     with closing(open_checkpoint(report.path)) as one, closing(open_checkpoint(rounded)) as two:

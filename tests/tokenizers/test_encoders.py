@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from localrt.common.errors import TokenizerError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer
@@ -92,11 +91,3 @@ def test_characters_that_a_gguf_file_normalizes(tmp_path: Path) -> None:
         ours = load_tokenizer(checkpoint)
     for text in ("ﬁ x² Ａ①", "a\tb\u3000c", *varied_strings(200, seed=4)):
         assert ours.encode(text, parse_special=True) == own(text).input_ids, text
-
-
-def test_a_gguf_vocabulary_without_its_scores(tmp_path: Path) -> None:
-    keys = vocabulary_keys(unigram(tmp_path))
-    del keys["tokenizer.ggml.scores"]
-    checkpoint: Any = SimpleNamespace(kind="gguf", metadata=keys)
-    with pytest.raises(TokenizerError, match="scores is missing"):
-        load_tokenizer(checkpoint)

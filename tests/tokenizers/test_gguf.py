@@ -129,9 +129,6 @@ def test_a_merge_that_builds_a_control_token_does_not_let_text_reach_it() -> Non
     [
         (True, "{bos}hello", 1),  # already there
         (True, "hello", 1),
-        (True, "{bos}{bos}hello", 2),
-        (True, "", 1),
-        (False, "{bos}hello", 1),
         (False, "{bos}{bos}hello", 2),
         (False, "hello", 0),
     ],
@@ -145,7 +142,7 @@ def test_a_raw_prompt_has_no_second_bos(
     assert tokenizer.decode(ids) == text.replace("{bos}", "")
 
 
-@pytest.mark.parametrize("unit", ["a", "hello world ", " ", "漢", "<0x41>"])
+@pytest.mark.parametrize("unit", ["hello world ", "漢"])
 def test_sentencepiece_long_text_has_no_fewer_tokens_than_its_length_says(unit: str) -> None:
     tokenizer, text = sentencepiece(), unit * 5000
     least = tokenizer.least_tokens(text)
@@ -178,12 +175,6 @@ def test_malformed_utf8_is_encoded_as_its_bytes(make: Any, data: bytes) -> None:
     assert b"".join(map(tokenizer.token_bytes, ids)) == data
 
 
-@pytest.mark.parametrize("make", [byte_level, sentencepiece])
-@pytest.mark.parametrize("text", ["\ud800", "\udfff a", "a\ud83d\ude00", "\udcff\ud800"])
-def test_any_lone_surrogate_is_accepted(make: Any, text: str) -> None:
-    assert make().encode(text)
-
-
 def test_ends_of_generation_come_from_ids_and_names() -> None:
     assert byte_level(eos_token_id=3, eot_token_id=4).eos_ids == {3, 4, 261}
     tokenizer = sentencepiece()
@@ -213,21 +204,15 @@ def test_control_tokens_are_left_out_of_text_by_default() -> None:
 FAMILIES = [
     # architecture, a token of the vocabulary, its size, the pre-tokenizer
     ("llama", "<|begin_of_text|>", 128_256, "llama-bpe"),
-    ("llama", "<｜begin▁of▁sentence｜>", 128_256, "llama-bpe"),
     ("llama", "<|im_start|>", 49_152, "smollm"),
     ("llama", "[INST]", 131_072, "tekken"),
     ("qwen2", "<|im_start|>", 151_936, "qwen2"),
     ("qwen2", "<｜begin▁of▁sentence｜>", 151_936, "deepseek-r1-qwen"),
-    ("qwen3moe", "<|im_start|>", 151_936, "qwen2"),
-    ("qwen35", "<|im_start|>", 248_320, "qwen35"),
     ("deepseek2", "<｜begin▁of▁sentence｜>", 129_280, "deepseek-v3"),
-    ("deepseek2", "<｜begin▁of▁sentence｜>", 102_400, "deepseek-llm"),
     ("gpt-oss", "<|return|>", 201_088, "gpt-4o"),
-    ("phi3", "<|im_sep|>", 100_352, "dbrx"),
     ("phi3", "<|assistant|>", 200_064, "gpt-4o"),
     ("glm4moe", "[gMASK]", 151_552, "glm4"),
     ("llama", "<|im_start|>", 32_000, None),  # anybody's
-    ("falcon", "<|im_start|>", 151_936, None),
 ]
 
 
@@ -250,14 +235,11 @@ SMOLLM += [("12", NORMAL)]
     ("pre", "architecture", "option", "wanted", "said"),
     [
         (None, "llama", None, ["1", "2"], "names no pre-tokenizer: it is read with smollm"),
-        ("default", "llama", None, ["1", "2"], "names no pre-tokenizer: it is read with smollm"),
         ("new-one", "llama", None, ["1", "2"], "unknown pre-tokenizer 'new-one': it is read with"),
         ("gpt-2", "llama", None, ["12"], ""),
         (None, "other", None, ["12"], "name the right one with"),
         ("new-one", "other", None, None, "name the right one with"),
-        (None, "other", "smollm", ["1", "2"], ""),
         ("new-one", "other", "gpt-2", ["12"], ""),
-        ("gpt-2", "llama", "smollm", ["1", "2"], ""),
     ],
 )
 def test_a_pre_tokenizer_that_is_missing_or_unknown(
@@ -284,21 +266,11 @@ def test_a_pre_tokenizer_that_is_missing_or_unknown(
         ({"tokenizer.ggml.model": "rwkv"}, UnsupportedModelError, "known are gpt2, llama"),
         (metadata("gpt2", [("a", 1)], pre="new-one", merges=[]), UnsupportedModelError, "qwen2"),
         (metadata("gpt2", [("a", 1)]), TokenizerError, "merges is missing"),
-        (metadata("gpt2", [("a", 1)], merges=["ab"]), TokenizerError, "two pieces"),
         (metadata("gpt2", [("a", 1)], merges=["x y"]), TokenizerError, "cannot be used"),
         (metadata("llama", [("a", 1)], scores=[]), TokenizerError, "1 tokens but 0 scores"),
-        (metadata("llama", [("a", 1)], scores=[0.0, 1.0]), TokenizerError, "1 tokens but 2 scores"),
         (metadata("llama", [("a", 1)], token_type=[1, 1]), TokenizerError, "1 tokens but 2 token"),
-        (metadata("llama", [("a", 1)], token_type=[]), TokenizerError, "1 tokens but 0 token t"),
         (metadata("llama", [("<0xZZ>", 6)], scores=[0.0]), TokenizerError, "malformed"),
-        (metadata("gpt2", [("a", 1)], token_type=[], merges=[]), TokenizerError, "0 token types"),
         (metadata("gpt2", []) | {"tokenizer.ggml.tokens": 5}, TokenizerError, "tokens must be"),
-        (
-            metadata("gpt2", []) | {"tokenizer.ggml.tokens": [1, 2]},
-            TokenizerError,
-            "tokens must be",
-        ),
-        (metadata("gpt2", [("a", 1)], merges=[], unknown_token_id="x"), TokenizerError, "must be"),
         (metadata("gpt2", [("a", 1)], merges=[], pre=[4]), TokenizerError, "pre must be"),
     ],
 )

@@ -1,13 +1,11 @@
 """Hugging Face folders: as transformers reads them, on tokenizers trained here."""
 
-import errno
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import transformers
 from tokenizers import (
     AddedToken,
     decoders,
@@ -19,13 +17,7 @@ from tokenizers import (
 )
 from tokenizers import Tokenizer as Backend
 
-from localrt.chat_format.chat_template import load_template
-from localrt.common.errors import (
-    StorageError,
-    TemplateError,
-    TokenizerError,
-    UnsupportedModelError,
-)
+from localrt.common.errors import TokenizerError, UnsupportedModelError
 from localrt.models.tokenizers import bpe, hf, load_tokenizer
 from localrt.models.tokenizers.base import Tokenizer, Vocabulary
 from localrt.models.tokenizers.hf import hf_tokenizer, read_packed
@@ -196,30 +188,17 @@ def test_packed_tables_yield_what_the_package_yields(
     assert (packed.special_ids, packed.eos_ids) == (whole.special_ids, whole.eos_ids)
 
 
-def test_long_text_is_read_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless the file's pattern or normalizer sees what is before a word."""
-    backend = byte_level()
-    whole = load(save(tmp_path, backend))
-    texts = varied_strings(300, seed=8)
-    expected = [whole.encode(text) for text in texts]
-    read: list[int] = []
-    cut = bpe.ByteLevelTokenizer._words_of
-
-    def counted(self: bpe.ByteLevelTokenizer, text: str) -> Any:
-        for words in cut(self, text):
-            read.append(len(text))
-            yield words
-
+@pytest.mark.parametrize("part", ["pre_tokenizer", "normalizer"])
+def test_words_that_see_what_is_before_them(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long texts are read in stretches but for these."""
+    other = {"pre_tokenizer": LOOKS_BACK, "normalizer": {"type": "Lowercase"}}[part]
+    backend = Backend.from_str(json.dumps(json.loads(byte_level().to_str()) | {part: other}))
     monkeypatch.setattr(bpe, "_LONG_TEXT", 1)
-    monkeypatch.setattr(bpe.ByteLevelTokenizer, "_words_of", counted)
-    assert [whole.encode(text) for text in texts] == expected
-    assert len(read) > 3 * len(texts)
-    for part, other in (("pre_tokenizer", LOOKS_BACK), ("normalizer", {"type": "Lowercase"})):
-        spec = json.loads(backend.to_str()) | {part: other}
-        (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-        read.clear()
-        load(tmp_path).encode("one two three four five six seven", parse_special=True)
-        assert len(read) == 1
+    ours = load(save(tmp_path, backend))
+    for text in varied_strings(300, seed=8):
+        assert ours.encode(text, parse_special=True) == backend.encode(text).ids
 
 
 def test_a_text_has_no_fewer_tokens_than_its_length_says(
@@ -260,11 +239,8 @@ def undescribed(_: Backend, pieces: PieceTable) -> Vocabulary:
         (("model", "dropout"), 0.5),
         (("model", "unk_token"), "<unk>"),
         (("added_tokens", 1, "lstrip"), True),
-        (("added_tokens", 1, "normalized"), True),
         (("added_tokens", 1, "id"), 7),
-        (("model", "vocab", "Ġ"), 5),
         (("pre_tokenizer",), {"type": "WhitespaceSplit"}),
-        (("pre_tokenizer",), None),
         (("model", "merges"), [["a", "none such"]]),
     ],
 )
@@ -328,7 +304,7 @@ def test_no_tokenizer_is_one_clear_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        *(("tokenizer", bad, "read as a tokenizer") for bad in ("", "{", '{"model": 1}', "[]")),
+        *(("tokenizer", bad, "read as a tokenizer") for bad in ("{", '{"model": 1}')),
         ("tokenizer_config", "[", r"tokenizer_config\.json"),
     ],
 )
@@ -337,22 +313,6 @@ def test_a_broken_file(tmp_path: Path, name: str, content: str, message: str) ->
     with pytest.raises(TokenizerError, match=message) as caught:
         load(tmp_path)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_disk_that_fails(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is no broken tokenizer, with which a model would be loaded all the same."""
-    save(tmp_path, byte_level())
-    opens = Path.open
-
-    def fails(path: Path, *args: Any, **options: Any) -> Any:
-        if path.name == name:
-            raise OSError(errno.EIO, "Input/output error")  # without its name, as reading does
-        return opens(path, *args, **options)
-
-    monkeypatch.setattr(Path, "open", fails)
-    with pytest.raises(StorageError, match=f"{name}: Input/output error"):
-        load(tmp_path)
 
 
 def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
@@ -373,15 +333,10 @@ AS_OBJECT = {"content": X, "__type": "AddedToken", "special": True} | dict.fromk
 @pytest.mark.parametrize(
     "named",
     [
-        *({f"{kind}_token": X} for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")),
-        {"eos_token": AS_OBJECT},
-        {"extra_special_tokens": [X]},
+        *({f"{kind}_token": X} for kind in ("bos", "eos", "pad")),
         {"extra_special_tokens": [AS_OBJECT]},
-        {"extra_special_tokens": {"image_token": X}},
         {"additional_special_tokens": [X]},
         {"model_specific_special_tokens": {"image_token": X}},
-        {"image_token": X},
-        {"extra_special_tokens": [X, Y], "eos_token": Y, "pad_token": X},
         {"extra_special_tokens": {"image_token": X, "pad_token": Y}, "eoi_token": Y},
         {"added_tokens_decoder": {"259": {**AS_OBJECT, "content": Y}}, "eos_token": X},
     ],
@@ -389,6 +344,8 @@ AS_OBJECT = {"content": X, "__type": "AddedToken", "special": True} | dict.fromk
 )
 def test_special_tokens_beside_the_file(named: dict[str, Any], known: bool, tmp_path: Path) -> None:
     """Those that only tokenizer_config.json names have transformers' ids, and end answers."""
+    from transformers import AutoTokenizer
+
     write_byte_tokenizer(tmp_path)
     if known:
         path = tmp_path / "tokenizer.json"
@@ -398,54 +355,7 @@ def test_special_tokens_beside_the_file(named: dict[str, Any], known: bool, tmp_
     path = tmp_path / "tokenizer_config.json"
     kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | kind | named))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
     ours, text = hf_tokenizer(tmp_path), f"a{X} b{Y}c<|im_end|>"
     assert ours.encode(text, parse_special=True) == theirs.encode(text, add_special_tokens=False)
     assert ours.eos_ids == {theirs.eos_token_id}
-
-
-@pytest.mark.parametrize("odd", [7, "ab", [7, None, {}], {"a": 7}, None], ids=str)
-@pytest.mark.parametrize(
-    "key", ["extra_special_tokens", "model_specific_special_tokens", "eos_token"]
-)
-def test_special_tokens_of_odd_types(key: str, odd: Any, tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({key: odd}))
-    assert hf_tokenizer(tmp_path).encode("ab") == [67, 68]
-
-
-WORD_PIECE = {
-    **{"type": "WordPiece", "unk_token": "<u>", "vocab": {"x": 0}},
-    **{"continuing_subword_prefix": "##", "max_input_chars_per_word": 9},
-}
-
-
-@pytest.mark.parametrize(
-    ("part", "value"),
-    [
-        # The package panics at both, while it adds what stands around a text.
-        (("post_processor", "single", 0, "SpecialToken", "id"), "nowhere"),
-        (("model", "continuing_subword_prefix"), "too long for a merge"),
-        (("model",), WORD_PIECE),
-    ],
-)
-def test_what_the_package_fails_at_is_one_line(tmp_path: Path, part: Any, value: Any) -> None:
-    (tmp_path / "tokenizer.json").write_text(json.dumps(changed(WITH_SPACES, [(part, value)])))
-    with pytest.raises(TokenizerError, match="tokenizer") as caught:
-        hf_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("key", ["bos_token", "eos_token"])
-def test_a_name_that_cannot_be_encoded_is_no_token(tmp_path: Path, key: str) -> None:
-    config = FOLDER_CONFIG | {key: "\ud800"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(WITH_SPACES))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = hf_tokenizer(tmp_path)
-    assert tokenizer.bos_id == (None if key == "bos_token" else 1)
-
-
-def test_a_template_that_is_not_utf8_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(TemplateError, match="is not UTF-8 text"):
-        load_template(folder_checkpoint(tmp_path))

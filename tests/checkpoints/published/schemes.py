@@ -7,8 +7,8 @@ seconds to import, are imported when a scheme is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,25 +28,6 @@ class Published:
     note: str = ""
     rtol: float = 0.0
     error: float = 0.2  # of the largest value
-    files: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Table(Mapping[str, Published]):
-    """Schemes by name, each made when it is first asked for."""
-
-    def __init__(self, rows: Mapping[str, Callable[[], Published]]) -> None:
-        self._rows, self._made = rows, dict[str, Published]()
-
-    def __getitem__(self, name: str) -> Published:
-        if name not in self._made:
-            self._made[name] = self._rows[name]()
-        return self._made[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
 
 
 def floats(tensor: torch.Tensor) -> Values:
@@ -66,8 +47,6 @@ def packed_words(codes: np.ndarray, bits: int) -> torch.Tensor:
 
 def _extremes(weight: torch.Tensor, args: Any) -> tuple[torch.Tensor, torch.Tensor]:
     rows, columns = weight.shape
-    if args.strategy == "tensor":
-        return weight.min().reshape(1), weight.max().reshape(1)
     if args.strategy == "channel":
         return weight.amin(1, keepdim=True), weight.amax(1, keepdim=True)
     if args.strategy == "block":
@@ -133,7 +112,7 @@ def compressed(kind: str, name: str, dtype: torch.dtype, **changed: Any) -> Any:
 
 
 def affine(
-    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool, scales: torch.dtype
+    weight: torch.Tensor, bits: int, group: int, *, symmetric: bool
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes (rows, columns), scales and zero points (rows, groups)."""
     grouped = weight.reshape(len(weight), -1, group).double()
@@ -145,31 +124,22 @@ def affine(
         low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
         scale = (high - low) / top
         zero = (-low / scale).round()
-    scale = scale.to(scales).double()
+    scale = scale.half().double()
     codes = (grouped / scale[..., None] + zero[..., None]).round().clamp(0, top)
     return codes.reshape(weight.shape).numpy().astype(np.uint8), scale.numpy(), zero.numpy()
 
 
 def gptq(
-    bits: int,
-    group: int,
-    *,
-    symmetric: bool,
-    version: str = "gptq",
-    ordered: bool = False,
-    scales: torch.dtype = torch.float16,
+    bits: int, group: int, *, symmetric: bool, version: str = "gptq", ordered: bool = False
 ) -> Any:
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         columns = weight.shape[1]
-        size = columns if group == -1 else group
-        order = np.arange(columns) // size
+        order = np.arange(columns) // group
         place = np.arange(columns)
         if ordered:  # groups are of columns that are anywhere
             place = np.random.default_rng(0).permutation(columns)
-            order = np.argsort(place) // size
-        codes, scale, zero = affine(
-            weight[:, place], bits, size, symmetric=symmetric, scales=scales
-        )
+            order = np.argsort(place) // group
+        codes, scale, zero = affine(weight[:, place], bits, group, symmetric=symmetric)
         codes = codes[:, np.argsort(place)]
         values = (codes - zero[:, order]) * scale[:, order]
         stored = zero.T.astype(np.int64)  # (groups, rows)
@@ -181,7 +151,7 @@ def gptq(
         return {
             "qweight": packed_words(codes, bits).T.contiguous(),
             "qzeros": torch.from_numpy(zeros.view(np.int32)).contiguous(),
-            "scales": torch.from_numpy(scale.T.copy()).to(scales),
+            "scales": torch.from_numpy(scale.T.copy()).half(),
             "g_idx": torch.from_numpy(order.astype(np.int32)),
         }, np.ascontiguousarray(values, np.float32)
 
@@ -202,7 +172,7 @@ def awq(group: int) -> Any:
     from compressed_tensors.entrypoints.convert.converters.autoawq import AutoAWQConverter
 
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
-        codes, scale, zero = affine(weight, 4, group, symmetric=False, scales=torch.float16)
+        codes, scale, zero = affine(weight, 4, group, symmetric=False)
         order = [0, 2, 4, 6, 1, 3, 5, 7]
 
         def rows_packed(numbers: np.ndarray) -> torch.Tensor:  # (n, rows)
@@ -238,12 +208,12 @@ def awq(group: int) -> Any:
 # -- bitsandbytes ----------------------------------------------------------------------------------
 
 
-def nf4(*, double: bool, block: int = 64, kind: str = "nf4") -> Any:
+def nf4(*, double: bool) -> Any:
     import bitsandbytes
 
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
         packed, state = bitsandbytes.functional.quantize_4bit(
-            weight.float(), blocksize=block, compress_statistics=double, quant_type=kind
+            weight.float(), blocksize=64, compress_statistics=double, quant_type="nf4"
         )
         values = bitsandbytes.functional.dequantize_4bit(packed, state)
         parts = {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
@@ -253,7 +223,7 @@ def nf4(*, double: bool, block: int = 64, kind: str = "nf4") -> Any:
         "quantization_config": {
             "quant_method": "bitsandbytes",
             "load_in_4bit": True,
-            "bnb_4bit_quant_type": kind,
+            "bnb_4bit_quant_type": "nf4",
             "bnb_4bit_use_double_quant": double,
         }
     }
@@ -276,7 +246,7 @@ def llm_int8() -> Any:
 # -- FP8 -------------------------------------------------------------------------------------------
 
 
-def fp8(block: tuple[int, int] | None, *, scale: torch.dtype = torch.float32) -> Any:
+def fp8(block: tuple[int, int] | None) -> Any:
     """Blocks with ``weight_scale_inv``, or with None one scale for each row."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -284,8 +254,8 @@ def fp8(block: tuple[int, int] | None, *, scale: torch.dtype = torch.float32) ->
         rows, columns = weight.shape
         height, width = block or (1, columns)
         grid = weight.float().reshape(rows // height, height, columns // width, width)
-        scales = (grid.abs().amax((1, 3)) / 448).to(scale)
-        codes = (grid / scales.float()[:, None, :, None]).to(torch.float8_e4m3fn).reshape(rows, -1)
+        scales = grid.abs().amax((1, 3)) / 448
+        codes = (grid / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(rows, -1)
         values = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.float32)
         name = "weight_scale_inv" if block else "weight_scale"
         return {"weight": codes, name: scales}, floats(values)
@@ -300,7 +270,7 @@ def fp8(block: tuple[int, int] | None, *, scale: torch.dtype = torch.float32) ->
 # -- ModelOpt --------------------------------------------------------------------------------------
 
 
-def modelopt(algorithm: str, *, own_file: bool = False) -> Any:
+def modelopt(algorithm: str) -> Any:
     _, nvfp4 = compressed("nvfp4-pack-quantized", "NVFP4A16", torch.bfloat16)
 
     def write(weight: torch.Tensor) -> tuple[Tensors, Values]:
@@ -318,8 +288,6 @@ def modelopt(algorithm: str, *, own_file: bool = False) -> Any:
         }, values
 
     inner = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    if own_file:
-        return {"producer": {"name": "modelopt"}, "quantization": inner}, write
     return {"quantization_config": {"quant_method": "modelopt", **inner}}, write
 
 
@@ -345,107 +313,58 @@ def two_bits(format_: str, made: Any) -> Published:
     return scheme(format_, made, error=0.6)
 
 
-BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+BF16 = torch.bfloat16
 _PACK, _NAIVE, _FLOAT = "pack-quantized", "int-quantized", "float-quantized"
 _TWO_FACTORS = 2.0**-22
 """Their product of a group's scale and the tensor's is rounded before the code is multiplied."""
 
-SCHEMES: Mapping[str, Published] = Table(
-    {
-        "W4A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16)),
-        "W4A16 f16": lambda: scheme("int4-g128", compressed(_PACK, "W4A16", F16)),
-        "W4A16 g32": lambda: scheme("int4-g32b", compressed(_PACK, "W4A16", BF16, group_size=32)),
-        "W4A16 asymmetric": lambda: scheme("int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16)),
-        "W4A16 rows": lambda: scheme(
-            "int4-g128b", compressed(_PACK, "W4A16", BF16, strategy="channel", group_size=None)
-        ),
-        "W4A16 g16": lambda: scheme(
-            "f32", compressed(_PACK, "W4A16", BF16, group_size=16), "take 32 bits each"
-        ),
-        "W3A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=3)),
-        "W3A16 asymmetric": lambda: scheme(
-            "int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=3)
-        ),
-        "W2A16": lambda: two_bits("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=2)),
-        "W8A16": lambda: scheme("int8-g128b", compressed(_PACK, "W4A16", BF16, num_bits=8)),
-        "W8A16 asymmetric": lambda: scheme(
-            "int8-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=8)
-        ),
-        "W8A8": lambda: scheme("int8-g128b", compressed(_NAIVE, "INT8_W8A8", BF16), "(W8A8)"),
-        "compressed FP8 rows": lambda: scheme(
-            "e4m3-g128", compressed(_FLOAT, "FP8_DYNAMIC", BF16), "(W8A8)"
-        ),
-        "compressed FP8 blocks": lambda: scheme(
-            "e4m3-g128", compressed(_FLOAT, "FP8_BLOCK", BF16), "(W8A8)"
-        ),
-        "compressed FP8 blocks of 64": lambda: scheme(
-            "e4m3-g64", compressed(_FLOAT, "FP8_BLOCK", BF16, block_structure=[32, 64]), "(W8A8)"
-        ),
-        "NVFP4A16": lambda: scheme(
-            "nvfp4", compressed("nvfp4-pack-quantized", "NVFP4A16", BF16), rtol=_TWO_FACTORS
-        ),
-        "NVFP4": lambda: scheme(
-            "nvfp4", compressed("nvfp4-pack-quantized", "NVFP4", BF16), "(W4A4)", rtol=_TWO_FACTORS
-        ),
-        "MXFP4A16": lambda: scheme("mxfp4", compressed("mxfp4-pack-quantized", "MXFP4A16", BF16)),
-        "GPTQ": lambda: scheme("int4-g128", gptq(4, 128, symmetric=True)),
-        "GPTQ g32": lambda: scheme("int4-g32", gptq(4, 32, symmetric=True, version="gptq_v2")),
-        "GPTQ rows": lambda: scheme("int4-g128", gptq(4, -1, symmetric=True)),
-        "GPTQ asymmetric": lambda: scheme("int4-g128z", gptq(4, 128, symmetric=False)),
-        "GPTQ 8 bits": lambda: scheme("int8-g128", gptq(8, 128, symmetric=True)),
-        "GPTQ 8 bits asymmetric": lambda: scheme("int8-g32z", gptq(8, 32, symmetric=False)),
-        "GPTQ 3 bits": lambda: scheme("int4-g128", gptq(3, 128, symmetric=True)),
-        "GPTQ 3 bits asymmetric": lambda: scheme("int4-g128z", gptq(3, 128, symmetric=False)),
-        "GPTQ 2 bits": lambda: two_bits("int4-g64", gptq(2, 64, symmetric=True, version="gptq_v2")),
-        "GPTQ 2 bits asymmetric": lambda: two_bits("int4-g32z", gptq(2, 32, symmetric=False)),
-        "GPTQ 2 bits ordered": lambda: two_bits("f32", gptq(2, 64, symmetric=True, ordered=True)),
-        "GPTQ ordered": lambda: scheme(
-            "f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"
-        ),
-        "AWQ": lambda: scheme("int4-g128z", awq(128)),
-        "AWQ g64": lambda: scheme("int4-g64z", awq(64)),
-        "NF4": lambda: scheme("nf4-f32", nf4(double=False)),
-        "NF4 twice": lambda: scheme("nf4-f32", nf4(double=True)),
-        "FP4": lambda: scheme("fp4-f32", nf4(double=False, kind="fp4")),
-        "LLM.int8()": lambda: scheme("int8-g128z", llm_int8(), "(W8A8)", rtol=_TWO_FACTORS),
-        "FP8 blocks": lambda: scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
-        "FP8 blocks of 64": lambda: scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),
-        "FP8 rows": lambda: scheme("e4m3-g128", fp8(None), "(W8A8)"),
-        "ModelOpt NVFP4": lambda: scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
-        "ModelOpt FP8": lambda: scheme("e4m3-g128", modelopt("FP8"), "(W8A8)"),
-        "AutoRound": lambda: scheme("int4-g128", auto_round(gptq(4, 128, symmetric=True), None)),
-        "AutoRound GPTQ": lambda: scheme(
-            "int4-g128z",
-            auto_round(gptq(4, 128, symmetric=False), "auto_round:auto_gptq", data_type="int"),
-        ),
-        "AutoRound plain": lambda: scheme(
-            "int4-g128z",
-            auto_round(gptq(4, 128, symmetric=False, version="gptq_v2"), "auto_round", sym=False),
-        ),
-        "AutoRound GPTQModel": lambda: scheme(
-            "int4-g64z",
-            auto_round(gptq(4, 64, symmetric=False, version="gptq_v2"), "auto_round:gptqmodel"),
-        ),
-        "AutoRound 2 bits": lambda: two_bits(
-            "int4-g64",
-            auto_round(gptq(2, 64, symmetric=True, version="gptq_v2"), "auto_round", sym=True),
-        ),
-        "AutoRound 2 bits compressed": lambda: two_bits(
-            "int4-g128b",
-            auto_round(compressed(_PACK, "W4A16", BF16, num_bits=2), "auto_round:llm_compressor"),
-        ),
-        "AutoRound AWQ": lambda: scheme(
-            "int4-g64z", auto_round(awq(64), "auto_round:auto_awq", sym=False)
-        ),
-        "AutoRound NVFP4": lambda: scheme(
-            "nvfp4",
-            auto_round(
-                compressed("nvfp4-pack-quantized", "NVFP4A16", BF16),
-                "auto_round:llm_compressor",
-                data_type="nv_fp",
-                format="nvfp4-pack-quantized",
-            ),
-            rtol=_TWO_FACTORS,
-        ),
-    }
-)
+SCHEMES: dict[str, Callable[[], Published]] = {
+    "W4A16": lambda: scheme("int4-g128b", compressed(_PACK, "W4A16", BF16)),
+    "W4A16 g32": lambda: scheme("int4-g32b", compressed(_PACK, "W4A16", BF16, group_size=32)),
+    "W4A16 asymmetric": lambda: scheme("int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16)),
+    "W3A16 asymmetric": lambda: scheme(
+        "int4-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=3)
+    ),
+    "W2A16": lambda: two_bits("int4-g128b", compressed(_PACK, "W4A16", BF16, num_bits=2)),
+    "W8A16 asymmetric": lambda: scheme(
+        "int8-g128z", compressed(_PACK, "W4A16_ASYM", BF16, num_bits=8)
+    ),
+    "W8A8": lambda: scheme("int8-g128b", compressed(_NAIVE, "INT8_W8A8", BF16), "(W8A8)"),
+    "compressed FP8 blocks": lambda: scheme(
+        "e4m3-g128", compressed(_FLOAT, "FP8_BLOCK", BF16), "(W8A8)"
+    ),
+    "compressed FP8 blocks of 64": lambda: scheme(
+        "e4m3-g64", compressed(_FLOAT, "FP8_BLOCK", BF16, block_structure=[32, 64]), "(W8A8)"
+    ),
+    "NVFP4A16": lambda: scheme(
+        "nvfp4", compressed("nvfp4-pack-quantized", "NVFP4A16", BF16), rtol=_TWO_FACTORS
+    ),
+    "MXFP4A16": lambda: scheme("mxfp4", compressed("mxfp4-pack-quantized", "MXFP4A16", BF16)),
+    "GPTQ": lambda: scheme("int4-g128", gptq(4, 128, symmetric=True)),
+    "GPTQ g32": lambda: scheme("int4-g32", gptq(4, 32, symmetric=True, version="gptq_v2")),
+    "GPTQ asymmetric": lambda: scheme("int4-g128z", gptq(4, 128, symmetric=False)),
+    "GPTQ 8 bits asymmetric": lambda: scheme("int8-g32z", gptq(8, 32, symmetric=False)),
+    "GPTQ 3 bits": lambda: scheme("int4-g128", gptq(3, 128, symmetric=True)),
+    "GPTQ 2 bits": lambda: two_bits("int4-g64", gptq(2, 64, symmetric=True, version="gptq_v2")),
+    "GPTQ ordered": lambda: scheme(
+        "f32", gptq(4, 128, symmetric=True, ordered=True), "take 32 bits each"
+    ),
+    "AWQ": lambda: scheme("int4-g128z", awq(128)),
+    "AWQ g64": lambda: scheme("int4-g64z", awq(64)),
+    "NF4": lambda: scheme("nf4-f32", nf4(double=False)),
+    "NF4 twice": lambda: scheme("nf4-f32", nf4(double=True)),
+    "LLM.int8()": lambda: scheme("int8-g128z", llm_int8(), "(W8A8)", rtol=_TWO_FACTORS),
+    "FP8 blocks": lambda: scheme("e4m3-g128", fp8((128, 128)), "(W8A8)"),
+    "FP8 blocks of 64": lambda: scheme("e4m3-g64", fp8((32, 64)), "(W8A8)"),
+    "FP8 rows": lambda: scheme("e4m3-g128", fp8(None), "(W8A8)"),
+    "ModelOpt NVFP4": lambda: scheme("nvfp4", modelopt("NVFP4"), "(W4A4)", rtol=_TWO_FACTORS),
+    "ModelOpt FP8": lambda: scheme("e4m3-g128", modelopt("FP8"), "(W8A8)"),
+    "AutoRound": lambda: scheme("int4-g128", auto_round(gptq(4, 128, symmetric=True), None)),
+    "AutoRound plain": lambda: scheme(
+        "int4-g128z",
+        auto_round(gptq(4, 128, symmetric=False, version="gptq_v2"), "auto_round", sym=False),
+    ),
+    "AutoRound AWQ": lambda: scheme(
+        "int4-g64z", auto_round(awq(64), "auto_round:auto_awq", sym=False)
+    ),
+}

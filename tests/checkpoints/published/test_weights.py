@@ -16,6 +16,7 @@ from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import SafetensorsCheckpoint
 from localrt.quant.formats import unpack
 from tests.checkpoints.published.schemes import SCHEMES, Published, Tensors
+from tests.models.test_model import some
 
 ROWS, COLUMNS = 256, 512
 NAME = "model.layers.0.mlp.up_proj"
@@ -31,8 +32,6 @@ def folder_of(path: Path, scheme: Published, tensors: dict[str, torch.Tensor]) -
     path.mkdir(exist_ok=True)
     config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **scheme.config}
     (path / "config.json").write_text(json.dumps(config))
-    for name, content in scheme.files.items():
-        (path / name).write_text(json.dumps(content))
     whole = {f"{NAME}.{name}": tensor for name, tensor in tensors.items()}
     whole["model.norm.weight"] = torch.ones(8, dtype=torch.bfloat16)
     save_file(whole, path / "model.safetensors")
@@ -40,21 +39,21 @@ def folder_of(path: Path, scheme: Published, tensors: dict[str, torch.Tensor]) -
 
 
 COMPRESSED = ["W4A16", "W8A16 asymmetric", "W8A8", "NVFP4A16", "MXFP4A16"]
-COMPRESSED += ["compressed FP8 rows", "compressed FP8 blocks", "compressed FP8 blocks of 64"]
+COMPRESSED += ["compressed FP8 blocks", "compressed FP8 blocks of 64"]
 
 
-@pytest.mark.parametrize("names", [COMPRESSED, COMPRESSED[::-1]], ids=["in-order", "reversed"])
 @pytest.mark.parametrize("target", ["re:.*layers.{}.*", "Linear"], ids=["apart", "overlapping"])
-def test_mixed_precision(tmp_path: Path, names: list[str], target: str) -> None:
+def test_mixed_precision(tmp_path: Path, target: str) -> None:
     """Each module by its own tensors, whatever other groups of the config say."""
     whole: dict[str, torch.Tensor] = {}
     wanted, groups = {}, {}
-    for layer, name in enumerate(names):
+    for layer, name in enumerate(COMPRESSED):
         module = f"model.layers.{layer}.mlp.up_proj"
-        tensors, values = SCHEMES[name].write(random_weight(seed=layer))
+        scheme = SCHEMES[name]()
+        tensors, values = scheme.write(random_weight(seed=layer))
         whole |= {f"{module}.{part}": tensor for part, tensor in tensors.items()}
-        wanted[f"{module}.weight"] = (values, SCHEMES[name])
-        given = SCHEMES[name].config["quantization_config"]
+        wanted[f"{module}.weight"] = (values, scheme)
+        given = scheme.config["quantization_config"]
         group = {**given["config_groups"]["group_0"], "targets": [target.format(layer)]}
         groups[f"group_{layer}"] = {**group, "format": given["format"]}
     quantization = {"quant_method": "compressed-tensors", "format": "mixed-precision"}
@@ -69,9 +68,9 @@ def test_mixed_precision(tmp_path: Path, names: list[str], target: str) -> None:
         np.testing.assert_allclose(found, values, rtol=scheme.rtol, atol=0)
 
 
-@pytest.mark.parametrize("name", SCHEMES)
+@some(SCHEMES, ("AWQ", "AutoRound", "FP8 blocks", "GPTQ ordered", "NVFP4A16", "W4A16 asymmetric"))
 def test_values(name: str, tmp_path: Path) -> None:
-    scheme = SCHEMES[name]
+    scheme = SCHEMES[name]()
     tensors, values = scheme.write(random_weight())
     model = SafetensorsCheckpoint(folder_of(tmp_path, scheme, tensors))
     assert set(model.tensors) == {f"{NAME}.weight", "model.norm.weight"}
@@ -92,21 +91,6 @@ def test_values(name: str, tmp_path: Path) -> None:
 
 
 WEIGHT = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 0.1
-SMALL = {
-    "W4A16": "W4A16 g32",
-    "asymmetric": "W4A16 asymmetric",
-    "W8A8": "W8A8",
-    "NVFP4": "NVFP4A16",
-    "MXFP4": "MXFP4A16",
-    "GPTQ": "GPTQ g32",
-    "W3A16": "W3A16 asymmetric",
-    "GPTQ 3 bits": "GPTQ 3 bits",
-    "AWQ": "AWQ g64",
-    "NF4": "NF4 twice",
-    "LLM.int8()": "LLM.int8()",
-    "FP8": "FP8 blocks of 64",
-    "ModelOpt": "ModelOpt NVFP4",
-}
 
 
 def opened(path: Path, config: Any, tensors: Tensors) -> SafetensorsCheckpoint:
@@ -144,48 +128,35 @@ def replaced(ending: str, part: torch.Tensor) -> Callable[[Tensors], Tensors]:
 @pytest.mark.parametrize(
     ("kind", "change", "message"),
     [
-        ("W4A16", without("weight_scale"), r"'.*up_proj.weight_scale' of .* is missing: download"),
-        ("W4A16", cut("weight_packed", 63), r"weight_packed' \(63, 16\) .* does not hold 64 rows"),
-        ("W4A16", cut("weight_scale", 64, 3), r"weight_scale' .* does not divide 64 rows of 128"),
-        ("asymmetric", cut("weight_zero_point", 7), r"weight_zero_point' .* should be \(8, 1\)"),
-        ("W8A8", replaced("weight_scale", torch.ones(5, 1)), "does not divide 64 rows of 128"),
-        ("NVFP4", without("weight_global_scale"), "weight_global_scale' of .* is missing"),
-        ("NVFP4", replaced("weight_global_scale", torch.zeros(1)), "makes every value inf"),
-        ("MXFP4", cut("weight_scale", 64, 3), r"weight_scale' .* should be \(64, 4\) in U8"),
-        ("GPTQ", without("qzeros"), r"up_proj.qzeros' of .* is missing"),
-        ("GPTQ", cut("qweight", 15), r"qweight' \(15, 64\) .* groups of 32 do not divide"),
-        ("GPTQ", cut("qzeros", 4, 7), r"qzeros' .* should be \(4, 8\) in I32"),
+        ("W4A16 g32", without("weight_scale"), r"up_proj.weight_scale' of .* is missing"),
+        ("W4A16 g32", cut("weight_scale", 64, 3), r"weight_scale' .* not divide 64 rows of 128"),
+        ("NVFP4A16", replaced("weight_global_scale", torch.zeros(1)), "makes every value inf"),
+        ("MXFP4A16", cut("weight_scale", 64, 3), r"weight_scale' .* should be \(64, 4\) in U8"),
+        ("GPTQ g32", cut("qweight", 15), r"qweight' \(15, 64\) .* groups of 32 do not divide"),
         (
-            "GPTQ",
+            "GPTQ g32",
             replaced("g_idx", torch.full((128,), 4, dtype=torch.int32)),
             "names groups that are not among the 4 there are",
         ),
         (
-            "GPTQ",
+            "GPTQ g32",
             replaced("qzeros", torch.zeros(4, 8, dtype=torch.int32)),
             "has zero points, though the config says sym",
         ),
-        ("AWQ", cut("qweight", 100), r"qweight' .* groups of 64 do not divide"),
-        (
-            "NF4",
-            cut("weight", 4095),
-            r"up_proj.weight' .* does not hold 64 x 128 numbers of 4 bits",
-        ),
-        ("NF4", without("weight.absmax"), r"weight.absmax' of .* is missing"),
-        ("NF4", replaced("weight.quant_map", torch.zeros(16)), "has other levels than NF4 and FP4"),
+        ("AWQ g64", cut("qweight", 100), r"qweight' .* groups of 64 do not divide"),
+        ("NF4 twice", replaced("weight.quant_map", torch.zeros(16)), "other levels than NF4 and"),
         (
             "LLM.int8()",
             replaced("weight_format", torch.tensor(1, dtype=torch.uint8)),
             "is not 0: only bytes in the order of rows",
         ),
-        ("FP8", cut("weight_scale_inv", 1), r"weight_scale_inv' .* equal blocks of 32 x 64"),
-        ("ModelOpt", without("weight_scale_2"), r"weight_scale_2' of .* is missing"),
+        ("FP8 blocks of 64", cut("weight_scale_inv", 1), r"scale_inv' .* equal blocks of 32 x 64"),
     ],
 )
 def test_bad_tensors(
     kind: str, change: Callable[[Tensors], Tensors], message: str, tmp_path: Path
 ) -> None:
-    scheme = SCHEMES[SMALL[kind]]
+    scheme = SCHEMES[kind]()
     tensors, _ = scheme.write(WEIGHT)
     refused(tmp_path, scheme.config, change(tensors), message)
 
@@ -199,12 +170,7 @@ def test_bad_tensors(
         ),
         ({"quant_method": "auto-round", "data_type": "mx_fp"}, "data_type asks for mx_fp, which"),
         ({"quant_method": "gptq", "bits": 5}, "bits is 5, .* localrt reads 2, 3, 4, 8; use the"),
-        ({"quant_method": "gptq", "group_size": 0}, "group_size should be a number of columns"),
-        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
         ({"quant_method": "awq", "version": "gemv"}, "version is 'gemv', of which .* reads gemm"),
-        ({"quant_method": "bitsandbytes", "bnb_4bit_quant_type": "int4"}, "bnb_4bit_quant_type is"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size should be two"),
-        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "quant_algo is 'W4A8_AWQ', of"),
         (
             {
                 "quant_method": "compressed-tensors",
@@ -223,14 +189,13 @@ def test_bad_configs(config: Any, message: str, tmp_path: Path) -> None:
     refused(tmp_path, {"quantization_config": config}, {}, message)
 
 
-@pytest.mark.parametrize("more", [{}, {"quantization_config": {"bits": 4, "group_size": 64}}])
-def test_quantized_for_mlx(more: Any, tmp_path: Path) -> None:
-    config = {"quantization": {"bits": 4, "group_size": 64}, **more}
+def test_quantized_for_mlx(tmp_path: Path) -> None:
+    config = {"quantization": {"bits": 4, "group_size": 64}}
     refused(tmp_path, config, {}, "is quantized for MLX: take a GGUF file of it or")
 
 
 def test_modelopts_own_file(tmp_path: Path) -> None:
-    scheme = SCHEMES["ModelOpt NVFP4"]
+    scheme = SCHEMES["ModelOpt NVFP4"]()
     tensors, _ = scheme.write(WEIGHT)
     described = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(described))
@@ -242,32 +207,16 @@ def test_modelopts_own_file(tmp_path: Path) -> None:
 
 
 def test_gptq_module_bits(tmp_path: Path) -> None:
-    config = SCHEMES["GPTQ"].config
-    tensors, values = SCHEMES["GPTQ 8 bits asymmetric"].write(WEIGHT)
+    config = SCHEMES["GPTQ"]().config
+    tensors, values = SCHEMES["GPTQ 8 bits asymmetric"]().write(WEIGHT)
     config = {"quantization_config": {**config["quantization_config"], "sym": False}}
     model = opened(tmp_path, config, tensors)
     assert model.tensors[f"{NAME}.weight"].format.name == "int8-g32z"
     np.testing.assert_array_equal(unpack(model.read(f"{NAME}.weight")), values)
 
 
-def test_older_block_structure(tmp_path: Path) -> None:
-    config = json.loads(json.dumps(SCHEMES["compressed FP8 blocks"].config))
-    group = config["quantization_config"]["config_groups"]["group_0"]
-    group["weights"]["block_structure"] = "128x128"
-    tensors, _ = SCHEMES["compressed FP8 blocks"].write(WEIGHT.repeat(2, 1))
-    assert opened(tmp_path, config, tensors).tensors[f"{NAME}.weight"].format.name == "e4m3-g128"
-
-
-def test_scales_of_routers(tmp_path: Path) -> None:
-    """Gemma 4's are no weight's, in an FP8 folder as elsewhere."""
-    scheme = SCHEMES["FP8 blocks of 64"]
-    tensors, _ = scheme.write(WEIGHT)
-    model = opened(tmp_path, scheme.config, {**tensors, "router.scale": torch.ones(4)})
-    assert model.tensors[f"{NAME}.router.scale"].shape == (4,)
-
-
 def test_cache_scales(tmp_path: Path) -> None:
-    scheme = SCHEMES["FP8 rows"]
+    scheme = SCHEMES["FP8 rows"]()
     tensors, _ = scheme.write(WEIGHT)
     model = opened(tmp_path, scheme.config, {**tensors, "input_scale": torch.ones(1)})
     assert set(model.tensors) == {f"{NAME}.weight", "model.norm.weight"}

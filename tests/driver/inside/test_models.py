@@ -26,7 +26,7 @@ from localrt.offload.store import pack_store
 from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
-from tests.checkpoints.published.models import SMALL, publish
+from tests.checkpoints.published.test_models import SMALL, publish
 from tests.driver.inside.conftest import (
     AT_ONCE,
     Kernels,

@@ -16,27 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as hf
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
-from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
-from transformers.models.gemma4.processing_gemma4 import Gemma4Processor
-from transformers.models.gemma4_unified.processing_gemma4_unified import Gemma4UnifiedProcessor
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
-from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
-from transformers.models.internvl.processing_internvl import InternVLProcessor
-from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
-from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
-    MiniCPMV4_6ImageProcessorPil,
-)
-from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
-from transformers.models.pixtral import image_processing_pil_pixtral as pil_pixtral
-from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from localrt.models.vision.picture import Picture, cut
 from tests.models.tiny import random_model
-from tests.models.tiny_configs import CONFIGS, MIXTURES, with_text
+from tests.models.tiny_configs import CONFIGS, MIXTURES, hf, with_text
 from tests.models.vision.oracles import picture
 
 PATCH = 4
@@ -60,28 +43,10 @@ _TEXT: dict[str, Any] = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }
-_PIXTRAL: dict[str, Any] = {
-    "model_type": "pixtral",
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_attention_heads": 3,
-    "num_hidden_layers": 2,
-    "patch_size": PATCH,
-    "image_size": 60,
-}
-_MISTRAL: dict[str, Any] = {
-    "model_type": "mistral",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 211,
-    "max_position_embeddings": 512,
-    "sliding_window": None,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-}
+_PIXTRAL: dict[str, Any] = {**_VISION, "model_type": "pixtral", "image_size": 60}
+_PIXTRAL |= {"hidden_act": "silu"}
+_MISTRAL: dict[str, Any] = {**_TEXT, "model_type": "mistral", "sliding_window": None}
+_MISTRAL |= {"vocab_size": 211, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
 
 
 @contextmanager
@@ -100,6 +65,13 @@ def _torchvision(*parts: str, **functional: Any) -> Iterator[None]:
 def _without(processor: type) -> Any:
     """A processor that is not made: there is no tokenizer."""
     return object.__new__(processor)
+
+
+def _config(kind: str, text: dict[str, Any], vision: dict[str, Any], **values: Any) -> Any:
+    config = with_text(getattr(hf, f"{kind}Config"), dict(text), **vision)
+    for key, value in values.items():
+        setattr(config, key, value)
+    return config
 
 
 @dataclass
@@ -156,19 +128,17 @@ class Gemma3(Family):
     taken = ("pixel_values",)
     placeholder = "<start_of_image>"
 
-    def __init__(self, folder: Path, **processor: Any) -> None:
+    def __init__(self, folder: Path) -> None:
         # two pixels more than whole patches, which the encoder leaves out
         vision = {**_VISION, "model_type": "siglip_vision_model", "image_size": 34}
         text = {**_TEXT, "head_dim": 16, "sliding_window": 8}
-        config = with_text(hf.Gemma3Config, text, **vision)
-        config.mm_tokens_per_image = 16
-        config.image_token_index = IMAGE
-        own = Gemma3ImageProcessorPil(size={"height": 34, "width": 34}, **processor)
+        config = _config("Gemma3", text, vision, mm_tokens_per_image=16, image_token_index=IMAGE)
+        own = hf.Gemma3ImageProcessorPil(size={"height": 34, "width": 34})
         super().__init__(folder, config, own)
 
     def prepared(self, picture: Picture) -> Theirs:
         found = self.processor([picture.image()], return_tensors="pt")
-        own = _without(Gemma3Processor)
+        own = _without(hf.Gemma3Processor)
         row, start, end = "<image_soft_token>", "<start_of_image>", "<end_of_image>"
         own.full_image_sequence = f"\n\n{start}{row * 16}{end}\n\n"
         text = own.replace_image_token(found, 0).replace(row, "<image>")
@@ -180,47 +150,30 @@ class Gemma3(Family):
 
 class Idefics3(Family):
     taken = ("pixel_values", "pixel_attention_mask")
+    kind, factor = "Idefics3", 2
+    edges = 96, 24  # of pictures and tiles
 
-    def __init__(self, folder: Path, **processor: Any) -> None:
-        config = with_text(
-            hf.Idefics3Config, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
-        )
-        config.image_token_id = IMAGE
-        own = Idefics3ImageProcessorPil(
-            size={"longest_edge": 96}, max_image_size={"longest_edge": 24}, **processor
-        )
-        super().__init__(folder, config, own)
+    def __init__(self, folder: Path) -> None:
+        text, vision = {**_TEXT, "model_type": "llama"}, {**_VISION, "image_size": 24}
+        config = _config(self.kind, text, vision, scale_factor=self.factor, image_token_id=IMAGE)
+        whole, tile = ({"longest_edge": edge} for edge in self.edges)
+        processor = getattr(hf, f"{self.kind}ImageProcessorPil")
+        super().__init__(folder, config, processor(size=whole, max_image_size=tile))
 
     def prepared(self, picture: Picture) -> Theirs:
         found = self.processor([picture.image()], return_tensors="pt", return_row_col_info=True)
-        own = _without(Idefics3Processor)
+        own = _without(hf.Idefics3Processor)
         own.fake_image_token, own.global_image_tag = "<fake_token_around_image>", "<global-img>"
-        own.image_token, own.image_seq_len = "<image>", self.seq_len
+        own.image_token, own.image_seq_len = "<image>", 9
         text = own.replace_image_token(found, 0)
         return Theirs(self.inputs(picture), _cut(found["pixel_values"][0]), text)
-
-    @property
-    def seq_len(self) -> int:
-        return (24 // 4) ** 2 // self.config.scale_factor**2
 
 
 class SmolVlm(Idefics3):
     """A tile has more patches than positions, and some pixels too many."""
 
-    def __init__(self, folder: Path, **processor: Any) -> None:
-        config = with_text(
-            hf.SmolVLMConfig, {**_TEXT, "model_type": "llama"}, **_VISION, image_size=24
-        )
-        config.scale_factor = 3
-        config.image_token_id = IMAGE
-        own = SmolVLMImageProcessorPil(
-            size={"longest_edge": 152}, max_image_size={"longest_edge": 38}, **processor
-        )
-        Family.__init__(self, folder, config, own)
-
-    @property
-    def seq_len(self) -> int:
-        return 9
+    kind, factor = "SmolVLM", 3
+    edges = 152, 38
 
 
 class Lfm2Vl(Family):
@@ -229,17 +182,16 @@ class Lfm2Vl(Family):
     def __init__(self, folder: Path, **processor: Any) -> None:
         vision = {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 25}
         text = {**_TEXT, "model_type": "lfm2", "layer_types": ["conv", "full_attention"]}
-        config = with_text(hf.Lfm2VlConfig, text, **vision)
-        config.projector_hidden_size = 40
-        config.image_token_id = IMAGE
-        config.projector_use_layernorm = processor.pop("projector_use_layernorm", True)
+        normed = processor.pop("projector_use_layernorm", True)
+        own = {"projector_hidden_size": 40, "projector_use_layernorm": normed}
+        config = _config("Lfm2Vl", text, vision, **own, image_token_id=IMAGE)
         sizes = {"min_image_tokens": 4, "max_image_tokens": 16, "max_tiles": 6, "tile_size": 24}
-        own = lfm2_vl_processor()(encoder_patch_size=4, **{**sizes, **processor})
-        super().__init__(folder, config, own)
+        made = lfm2_vl_processor()(encoder_patch_size=4, **{**sizes, **processor})
+        super().__init__(folder, config, made)
 
     def prepared(self, picture: Picture) -> Theirs:
         found = self.processor([picture.image()], return_tensors="pt", return_row_col_info=True)
-        own = _without(Lfm2VlProcessor)
+        own = _without(hf.Lfm2VlProcessor)
         own.image_processor, own.image_token = self.processor, "<image>"
         own.image_start_token, own.image_end_token = "<|image_start|>", "<|image_end|>"
         own.image_thumbnail_token = "<|img_thumbnail|>"
@@ -254,24 +206,21 @@ class InternVl(Family):
     taken = ("pixel_values",)
     placeholder = "<IMG_CONTEXT>"
 
-    def __init__(
-        self, folder: Path, text: str = "qwen2", image_size: int = 24, **processor: Any
-    ) -> None:
-        vision = {**_VISION, "attention_bias": True, "image_size": image_size}
-        config = with_text(hf.InternVLConfig, {**_TEXT, "model_type": text}, **vision)
-        config.image_token_id = IMAGE
-        own = GotOcr2ImageProcessorPil(size={"height": 24, "width": 24}, **processor)
+    def __init__(self, folder: Path) -> None:
+        vision = {**_VISION, "attention_bias": True, "image_size": 24}
+        config = _config("InternVL", {**_TEXT, "model_type": "qwen2"}, vision, image_token_id=IMAGE)
+        own = hf.GotOcr2ImageProcessorPil(size={"height": 24, "width": 24})
         super().__init__(folder, config, own)
 
     def _processed(self, *pictures: Picture) -> Any:
         images = [each.image() for each in pictures]
-        return self.processor(images, return_tensors="pt", **InternVLProcessor.images_kwargs)
+        return self.processor(images, return_tensors="pt", **hf.InternVLProcessor.images_kwargs)
 
     def inputs(self, *pictures: Picture) -> dict[str, Any]:
         return {"pixel_values": self._processed(*pictures)["pixel_values"]}
 
     def prepared(self, picture: Picture) -> Theirs:
-        found, own = self._processed(picture), _without(InternVLProcessor)
+        found, own = self._processed(picture), _without(hf.InternVLProcessor)
         own.start_image_token, own.end_image_token = "<img>", "</img>"
         own.image_token, own.image_seq_length = "<IMG_CONTEXT>", 9
         text = own.replace_image_token(found, 0).replace("<IMG_CONTEXT>", "<image>")
@@ -285,18 +234,16 @@ class MiniCpm(Family):
     def __init__(self, folder: Path, layer: int = 1, **processor: Any) -> None:
         text = {**CONFIGS["qwen3.5"]().to_dict(), "hidden_size": 64, "vocab_size": 320}
         vision = {**_VISION, "num_hidden_layers": 3, "image_size": 28}
-        config = with_text(hf.MiniCPMV4_6Config, text, **vision)
-        config.insert_layer_id = config.vision_config.insert_layer_id = layer
-        config.downsample_mode = processor.get("downsample_mode", "16x")
-        config.image_token_id = IMAGE
+        own = {"insert_layer_id": layer, "downsample_mode": "16x", "image_token_id": IMAGE}
+        config = _config("MiniCPMV4_6", text, vision, **own)
+        config.vision_config.insert_layer_id = layer
         sizes = {"patch_size": PATCH, "scale_resolution": 48, "max_slice_nums": 7}
-        super().__init__(folder, config, MiniCPMV4_6ImageProcessorPil(**{**sizes, **processor}))
+        super().__init__(folder, config, hf.MiniCPMV4_6ImageProcessorPil(**{**sizes, **processor}))
 
     def prepared(self, picture: Picture) -> Theirs:
         found, own = self.processor([picture.image()], return_tensors="pt"), minicpm_processor()
         own.slice_mode = self.processor.slice_mode
-        divisor = 4 if self.config.downsample_mode == "4x" else 16
-        text = own.replace_image_token(found, 0, image_token_divisor=divisor)
+        text = own.replace_image_token(found, 0, image_token_divisor=16)
         pixels = found["pixel_values"][0].numpy()
         patches = pixels.reshape(3, PATCH, -1, PATCH).transpose(2, 0, 1, 3)
         patches = patches.reshape(len(patches), -1)
@@ -310,12 +257,10 @@ class Pixtral(Family):
     shapes = ((60, 60), (61, 17), (9, 33), (250, 131), (40, 900), (5, 17))
     pictures = picture(50, 21), picture(16, 44, seed=1)
 
-    def __init__(self, folder: Path, make: Callable[[], Any], **text: Any) -> None:
+    def __init__(self, folder: Path, make: Callable[[], Any]) -> None:
         config = make()
-        for key, value in text.items():
-            setattr(config.text_config, key, value)
         self.merge = getattr(config, "spatial_merge_size", 1)
-        own = pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": 60}, patch_size=PATCH)
+        own = hf.PixtralImageProcessorPil(size={"longest_edge": 60}, patch_size=PATCH)
         super().__init__(folder, config, own)
 
     def inputs(self, *pictures: Picture) -> dict[str, Any]:
@@ -328,7 +273,7 @@ class Pixtral(Family):
         # The module is not there without torchvision; the processor needs no more of it than this.
         with pytest.MonkeyPatch.context() as patch:
             name = "transformers.models.pixtral.image_processing_pixtral"
-            patch.setitem(sys.modules, name, pil_pixtral)
+            patch.setitem(sys.modules, name, sys.modules[hf.PixtralImageProcessorPil.__module__])
             from transformers.models.pixtral.processing_pixtral import PixtralProcessor
         own = SimpleNamespace(
             patch_size=PATCH,
@@ -343,22 +288,15 @@ class Pixtral(Family):
         return Theirs(found, patches, str(text), grid)
 
 
-def llava(**values: Any) -> Any:
+def llava() -> Any:
     """A config of LLaVA's around Pixtral's encoder."""
-    own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **values}
-    return _around_pixtral(hf.LlavaConfig, _MISTRAL, own)
+    own = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
+    return _config("Llava", _MISTRAL, _PIXTRAL, **own, image_token_index=IMAGE)
 
 
-def mistral3(text: dict[str, Any] = _MISTRAL, **values: Any) -> Any:
+def mistral3() -> Any:
     """A config of Mistral 3's."""
-    return _around_pixtral(hf.Mistral3Config, text, values)
-
-
-def _around_pixtral(kind: Any, text: dict[str, Any], values: dict[str, Any]) -> Any:
-    config = with_text(kind, dict(text), **_PIXTRAL, hidden_act="silu")
-    for key, value in {"image_token_index": IMAGE, **values}.items():
-        setattr(config, key, value)
-    return config
+    return _config("Mistral3", _MISTRAL, _PIXTRAL, image_token_index=IMAGE)
 
 
 class Gemma4(Family):
@@ -367,12 +305,12 @@ class Gemma4(Family):
     off = 1e-5
     shapes = ((100, 100), (61, 17), (9, 33), (250, 131), (7, 900), (1200, 5))
     pictures = picture(50, 21), picture(16, 44, seed=1)
-    named: Any = Gemma4Processor
+    named = "Gemma4Processor"
 
     def __init__(self, folder: Path, config: Any = None, **changes: Any) -> None:
         config = config or gemma4(**changes)
         self.pool = config.vision_config.pooling_kernel_size
-        own = Gemma4ImageProcessorPil(
+        own = hf.Gemma4ImageProcessorPil(
             patch_size=PATCH, max_soft_tokens=70, pooling_kernel_size=self.pool
         )
         super().__init__(folder, config, own)
@@ -397,7 +335,7 @@ class Gemma4(Family):
         count = int((positions[:, 0] >= 0).sum())
         own = SimpleNamespace(boi_token="<|image>", image_token="<image>", eoi_token="<image|>")
         given = {"num_soft_tokens_per_image": [self.rows_of(count)]}
-        text = self.named.replace_image_token(own, given, 0)
+        text = getattr(hf, self.named).replace_image_token(own, given, 0)
         columns, rows = (positions.max(0).values + 1).tolist()
         return Theirs(found, found["pixel_values"][0, :count].numpy(), str(text), (rows, columns))
 
@@ -431,7 +369,7 @@ class Gemma4Unified(Gemma4):
     """Squares of patches take the place of an encoder."""
 
     row = None
-    named = Gemma4UnifiedProcessor
+    named = "Gemma4UnifiedProcessor"
 
     def __init__(self, folder: Path, **changes: Any) -> None:
         super().__init__(folder, gemma4_unified(**changes))
@@ -478,7 +416,7 @@ def _merge() -> Callable[..., Any]:
 
 def minicpm_processor() -> Any:
     """MiniCPM-V's processor without a tokenizer, and so with the names of its tokens alone."""
-    own = _without(MiniCPMV4_6Processor)
+    own = _without(hf.MiniCPMV4_6Processor)
     own.image_token = "<|image_pad|>"
     for name in ("image", "slice", "image_id"):
         setattr(own, f"{name}_start_token", f"<{name}>")
@@ -521,25 +459,14 @@ def _cut(pixels: torch.Tensor) -> np.ndarray:
 FAMILIES = {
     "gemma3": Gemma3,
     "idefics3": Idefics3,
-    "idefics3-whole": partial(Idefics3, do_image_splitting=False),
     "smolvlm": SmolVlm,
     "lfm2-vl": Lfm2Vl,
     "lfm2-vl-tiles": partial(Lfm2Vl, use_thumbnail=False, projector_use_layernorm=False),
     "internvl": InternVl,
-    "internvl-positions": partial(
-        InternVl, text="llama", image_size=36, image_mean=[0.4, 0.5, 0.6]
-    ),
     "minicpm-v": MiniCpm,
     "minicpm-v-whole": partial(MiniCpm, layer=2, slice_mode=False),
-    "minicpm-v-4x": partial(MiniCpm, downsample_mode="4x"),
     "llava": partial(Pixtral, make=llava),
     "mistral3": partial(Pixtral, make=mistral3),
-    "mistral3-plain": partial(
-        Pixtral, make=partial(mistral3, spatial_merge_size=1, multimodal_projector_bias=True)
-    ),
-    "ministral3": partial(
-        Pixtral, make=partial(mistral3, {**_MISTRAL, "model_type": "ministral3", "head_dim": 16})
-    ),
     "gemma4": Gemma4,
     "gemma4-clipped": partial(Gemma4, use_clipped_linears=True, standardize=True),
     "gemma4-both-ways": partial(Gemma4, text="gemma4-keys-as-values", own=BOTH_WAYS),
@@ -547,5 +474,4 @@ FAMILIES = {
     "gemma4-unified": Gemma4Unified,
     "gemma4-unified-causal": partial(Gemma4Unified, own={"use_bidirectional_attention": None}),
     "gemma4-unified-all-keys": partial(Gemma4Unified, own={"num_kv_shared_layers": 0}),
-    "lfm2-vl-whole": partial(Lfm2Vl, do_image_splitting=False, image_mean=[0.4, 0.5, 0.6]),
 }

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from localrt.common.errors import CancelledError, CheckpointError, MemoryBudgetError, OptionError
+from localrt.common.errors import CancelledError, MemoryBudgetError, OptionError
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.models.checkpoints import open_checkpoint
@@ -27,7 +27,6 @@ from localrt.models.vision.registry import read_encoder
 from localrt.quant.choose import all_vision_steps
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.ops.attention import Rope
 from localrt.quant.reference.ops import TorchOps
 from localrt.speculative.tree import TokenTree
 from tests.conftest import needs_kernels
@@ -38,10 +37,8 @@ from tests.ops.cuda.conftest import emulator as emulator
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE
 
-SLOW = [
-    pytest.param(kind, marks=pytest.mark.slow)
-    for kind in sorted(TINY.keys() - {"qwen2_5_vl", "qwen3_vl", "qwen3_5"})
-]
+QUICK = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
+KINDS = [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.slow) for kind in TINY]
 TinyVl = Callable[[str], tuple[Path, Any]]
 
 
@@ -60,7 +57,7 @@ def tiny_vl(tmp_path_factory: pytest.TempPathFactory) -> TinyVl:
 SIZES = [(40, 40), (13, 90), (131, 37), (8, 8), (23, 301)]
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_rows(kind: str, tiny_vl: TinyVl) -> None:
     folder, model = tiny_vl(kind)
     processor = processor_of(folder)
@@ -80,8 +77,8 @@ def test_rows(kind: str, tiny_vl: TinyVl) -> None:
             assert relative_error(found, torch.cat(list(wanted)).numpy()) < 1e-4
 
 
-@pytest.mark.parametrize("kind", TINY)
-@pytest.mark.parametrize("size", [*SIZES, (1, 1), (640, 480)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [(13, 90), (8, 8), (1, 1), (640, 480)])
 def test_prepared(kind: str, size: tuple[int, int], tiny_vl: TinyVl) -> None:
     folder, model = tiny_vl(kind)
     shown = picture(*size)
@@ -116,7 +113,6 @@ def test_prepared(kind: str, size: tuple[int, int], tiny_vl: TinyVl) -> None:
 @pytest.mark.parametrize(
     ("kind", "size", "most"),
     [
-        ("qwen2_vl", 3584, 16384),
         ("qwen3_vl", 3584, 16384),
         ("mistral3", 64, 3025),
         ("glm_ocr", 1536, 10699),  # half of the pixels
@@ -143,37 +139,6 @@ def test_aspect() -> None:
     encoder = read_encoder({"model_type": "qwen2_vl", "vision_config": {}, "hidden_size": 3584}, {})
     with pytest.raises(OptionError, match=r"2010 x 10 pixels: .* more than 200 times as long"):
         encoder.prepare(Picture(np.zeros((10, 2010, 3), np.uint8)))
-
-
-def test_saved_caches_keep_their_name() -> None:
-    """It is made of the rope's text."""
-    assert repr(Rope((1.0, 0.5), 2.0)) == "Rope(inv_freq=(1.0, 0.5), scale=2.0)"
-    assert repr(Rope((1.0, 0.5), sections=(0, 1))) == repr(Rope((1.0, 0.5)))
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ([3, 2], "must be three integers"),
-        ([9, -2, 1], "must add up to 8"),
-    ],
-)
-def test_bad_sections(
-    section: list[Any],
-    message: str,
-    tmp_path: Path,
-    tiny_vl: TinyVl,
-) -> None:
-    folder = shutil.copytree(tiny_vl("qwen2_vl")[0], tmp_path / "folder")
-    path = folder / "config.json"
-    config = json.loads(path.read_text("utf-8"))
-    config["text_config"]["rope_parameters"]["mrope_section"] = section
-    path.write_text(json.dumps(config))
-    with (
-        closing(open_checkpoint(folder)) as checkpoint,
-        pytest.raises(CheckpointError, match=message),
-    ):
-        read_config(checkpoint)
 
 
 PICTURES = [picture(90, 41), picture(23, 70, seed=1)]
@@ -240,7 +205,7 @@ def said(engine: NativeEngine, ids: Sequence[int], ends: Sequence[int]) -> npt.N
     return np.stack(logits)
 
 
-@pytest.mark.parametrize("kind", TINY)
+@pytest.mark.parametrize("kind", KINDS)
 def test_conversations(kind: str, tiny_vl: TinyVl) -> None:
     folder, model = tiny_vl(kind)
     with opened(folder, torch_ops()) as engine:
@@ -269,7 +234,7 @@ def test_text_config_outside(tmp_path: Path, tiny_vl: TinyVl) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kind", [*("qwen2_5_vl", "qwen3_vl", "qwen3_5"), *SLOW])
+@pytest.mark.parametrize("kind", KINDS)
 def test_cuts_on_the_kernels(kind: str, tiny_vl: TinyVl) -> None:
     """They change no bit."""
     folder, model = tiny_vl(kind)
@@ -299,13 +264,15 @@ def test_budget(tiny_vl: TinyVl, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached pictures are charged to the budget; the oldest is evicted if it has no room."""
     monkeypatch.setattr("localrt.models.vision.encoder_cache._RESERVED_NBYTES", 1000)
     folder, _ = tiny_vl("qwen3_vl")
-    taken, left = 0, 1 << 30
+    taken, left, others = 0, 1 << 30, False
 
     def take(nbytes: int, on_gpu: bool) -> None:
-        nonlocal taken
+        nonlocal taken, left
         if taken + nbytes > left:
             raise MemoryBudgetError("full")
         taken += nbytes
+        if others and nbytes < 0:  # who take what is given back
+            left = taken
 
     source = VisionFolder(folder)
     encoder = read_encoder(source.config, source.processor)
@@ -322,26 +289,15 @@ def test_budget(tiny_vl: TinyVl, monkeypatch: pytest.MonkeyPatch) -> None:
         fourth = vision.prompt_picture(picture(60, 60, seed=3))
         with pytest.raises(MemoryBudgetError, match="a picture of this size needs"):
             vision.picture_rows(np.array(fourth.ids))
-        monkeypatch.setattr(vision._readers[0], "_take", lambda *_: None)
-        left = taken
+        left, others = 1 << 30, True
         vision.picture_rows(np.array(fourth.ids))
         assert [each.encoded is None for each in (*placed, fourth)] == [True, False, False, False]
-        assert taken == 3 * fourth.nbytes - 1000
-        with pytest.raises(OptionError, match="too many pictures at once"):
-            vision.picture_rows(ids[0])
-        left = 0
-        vision.prompt_picture(shown[0])
-        with pytest.raises(MemoryBudgetError, match="what the model sees of a picture"):
-            vision.picture_rows(ids[0])
 
 
 @needs_kernels
 @pytest.mark.parametrize("room", [True, False])
 def test_gpu(
-    room: bool,
-    tiny_vl: TinyVl,
-    emulator: Emulator,
-    monkeypatch: pytest.MonkeyPatch,
+    room: bool, tiny_vl: TinyVl, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The encoder is computed there if it has room for the picture, else on the CPU."""
     folder, model = tiny_vl("qwen3_vl")
@@ -365,16 +321,15 @@ def test_gpu(
 
 
 @needs_kernels
-@pytest.mark.parametrize(("kv_format", "bound"), [("int8", 0.02), ("int4", 0.15)])
-def test_quantized_cache(kv_format: Any, bound: float, tiny_vl: TinyVl) -> None:
+def test_quantized_cache(tiny_vl: TinyVl) -> None:
     """Keys whose bias is kept apart, as if their place in the cache were their position."""
     folder, model = tiny_vl("qwen2_5_vl")
-    with opened(folder, NativeOps(threads=2, kv_format=kv_format)) as engine:
+    with opened(folder, NativeOps(threads=2, kv_format="int8")) as engine:
         ids = prompt(engine, PICTURES)
         theirs = wanted(folder, model, ids, PICTURES)
         ends = list(range(1, len(ids) + 1))
         ours = said(engine, ids, ends)
-        assert relative_error(ours, theirs) < bound
+        assert relative_error(ours, theirs) < 0.02
         np.testing.assert_array_equal(said(engine, ids, [9, 20, len(ids)]), ours[[8, 19, -1]])
 
 
@@ -392,8 +347,7 @@ def test_going_back(tiny_vl: TinyVl) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
-@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_5"])
+@pytest.mark.parametrize(("kind", "kv_format"), [("qwen2_5_vl", "int8"), ("qwen3_5", "bf16")])
 def test_sessions_together(kind: str, kv_format: Any, tiny_vl: TinyVl) -> None:
     """Two pictures and a text in the same passes: the bits of each alone."""
     with opened(tiny_vl(kind)[0], NativeOps(threads=2, kv_format=kv_format)) as engine:
@@ -407,11 +361,10 @@ def test_sessions_together(kind: str, kv_format: Any, tiny_vl: TinyVl) -> None:
 
 
 @needs_kernels
-@pytest.mark.parametrize("kv_format", ["bf16", "int8"])
-def test_tree_behind_pictures(kv_format: Any, tiny_vl: TinyVl) -> None:
+def test_tree_behind_pictures(tiny_vl: TinyVl) -> None:
     """Its accepted path has the bits of tokens one after another."""
     folder, _ = tiny_vl("qwen2_5_vl")
-    with opened(folder, NativeOps(threads=2, kv_format=kv_format)) as engine:
+    with opened(folder, NativeOps(threads=2, kv_format="int8")) as engine:
         ids = [*prompt(engine, PICTURES), 5, 6, 7, 8]
         plain = said(engine, ids, range(len(ids) - 4, len(ids) + 1))
         session = engine.session(512)

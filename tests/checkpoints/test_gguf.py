@@ -1,3 +1,8 @@
+"""GGUF files: metadata, tensors and their names, parts, and what is wrong with damaged ones."""
+
+import struct
+
+import gguf
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
@@ -5,12 +10,20 @@ from gguf.quants import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import CheckpointError
+from localrt.common.errors import CheckpointError, UnsupportedModelError
 from localrt.models.checkpoints import GgufCheckpoint
-from localrt.quant.formats import unpack
+from localrt.models.checkpoints.gguf.file import GgufFile, open_gguf_parts
+from localrt.quant.formats import GGML_FORMATS, unpack
 from tests.checkpoints.make_gguf import (
+    ARRAY,
+    STRING,
+    UINT32,
+    array,
     in_pairs,
     packed_rows,
+    raw_gguf,
+    string,
+    tensor_entry,
     write_gguf,
 )
 
@@ -72,19 +85,15 @@ def test_part_of_a_head(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("blocks", "told", "stored"),
-    [
-        (3, 1, True),
-        (3, None, True),
-        (3, 1, False),  # taken out of the file, still counted
-    ],
+    ("told", "stored"),
+    [(1, True), (None, True), (1, False)],  # taken out of the file, still counted
 )
-def test_prediction_blocks(tmp_path, blocks, told, stored):
+def test_prediction_blocks(tmp_path, told, stored):
     plain = {f"blk.{n}.attn_norm.weight": (values(8), "f32") for n in range(2 + stored)}
     extra = {"blk.2.nextn.eh_proj.weight": (values(8, 16), "f32")} if stored else {}
-    metadata = {"glm4moe.attention.head_count_kv": [2, 4, 1][:blocks]}
+    metadata = {"glm4moe.attention.head_count_kv": [2, 4, 1]}
     metadata |= {} if told is None else {"glm4moe.nextn_predict_layers": told}
-    sizes = SIZES | {"block_count": blocks}
+    sizes = SIZES | {"block_count": 3}
     model = open_model(tmp_path, "glm4moe", plain | extra, metadata, sizes)
     assert set(model.tensors) == {f"model.layers.{n}.input_layernorm.weight" for n in range(2)}
     assert model.config["num_hidden_layers"] == 2
@@ -135,46 +144,11 @@ def test_plain_model(tmp_path):
     assert model.generation_config == {}
 
 
-NORM = {"output_norm.weight": (values(8), "f32")}
-
-
-@pytest.mark.parametrize(
-    ("tensors", "keys", "found"),
-    [
-        (
-            {"token_embd.weight": (values(40, HIDDEN), "f32")},
-            {},
-            {"tie_word_embeddings": True, "vocab_size": 40},
-        ),
-        (NORM, {"tokenizer.ggml.tokens": ["a", "b", "c"]}, {"vocab_size": 3}),
-        (
-            NORM,
-            {
-                "qwen3.block_count": 3,
-                "qwen3.attention.head_count_kv": [2, 2, 2],
-                "qwen3.feed_forward_length": [96, 64, 96],
-                "qwen3.attention.sliding_window_pattern": [True, True, False],
-            },
-            {
-                "num_key_value_heads": 2,
-                "intermediate_size": [96, 64, 96],
-                "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
-            },
-        ),
-        (
-            NORM,
-            {
-                "qwen3.rope.scaling.type": "linear",
-                "qwen3.rope.scaling.factor": 8.0,
-            },
-            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
-        ),
-    ],
-    ids=["tied", "vocabulary", "lists", "linear"],
-)
-def test_config(tmp_path, tensors, keys, found):
+def test_linear_scaling(tmp_path):
+    keys = {"qwen3.rope.scaling.type": "linear", "qwen3.rope.scaling.factor": 8.0}
+    tensors = {"output_norm.weight": (values(8), "f32")}
     config = open_model(tmp_path, "qwen3", tensors, keys).config
-    assert {key: config[key] for key in found} == found
+    assert config["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
 
 
 def test_generation_config(tmp_path):
@@ -208,9 +182,7 @@ def test_generation_config(tmp_path):
     ("key", "value", "message"),
     [
         ("qwen3.block_count", "three", "'qwen3.block_count' is not a number"),
-        ("qwen3.block_count", ["a"], "'qwen3.block_count' is not a list of numbers"),
         ("qwen3.rope.scaling.type", 3, "'qwen3.rope.scaling.type' is not text"),
-        ("tokenizer.ggml.eos_token_id", 0.5, "is not a whole number"),
         ("qwen3.expert_weights_norm", 1, "'qwen3.expert_weights_norm' is not true or false"),
     ],
 )
@@ -220,10 +192,7 @@ def test_wrong_types(tmp_path, key, value, message):
 
 
 def test_tensor_twice(tmp_path):
-    tensors = {
-        "output.weight": (values(8), "f32"),
-        "lm_head.weight": (values(8), "f32"),
-    }
+    tensors = {"output.weight": (values(8), "f32"), "lm_head.weight": (values(8), "f32")}
     with pytest.raises(CheckpointError, match=r"'lm_head.weight' appears twice"):
         open_model(tmp_path, "qwen3", tensors)
 
@@ -281,3 +250,177 @@ def test_factors(tmp_path, name):
     for expert, factor in enumerate(factors):
         block = model.read(f"model.layers.0.mlp.experts.{expert}.down_proj.weight")
         np.testing.assert_allclose(unpack(block), factor * each.reshape(3, 8, 128)[expert])
+
+
+ARCH = ("general.architecture", STRING, string("llama"))
+
+
+def weights(rows=8, columns=64, seed=0):
+    return np.random.default_rng(seed).standard_normal((rows, columns), dtype=np.float32)
+
+
+@pytest.fixture
+def every_type(tmp_path):
+    tensors = {
+        f"{format_.name}.weight": (packed_rows(format_.name, 5, 512, seed), format_.name)
+        for seed, format_ in enumerate(GGML_FORMATS.values())
+        if format_.name not in ("f32", "f16")
+    }
+    tensors["f32.weight"] = (weights(5, 512), "f32")
+    tensors["f16.weight"] = (weights(5, 512), "f16")
+    tensors["vector.bias"] = (weights(1, 7)[0], "f32")
+    tensors["experts.weight"] = (weights(12, 32).reshape(3, 4, 32), "q8_0")
+    (path,) = write_gguf(tmp_path / "m.gguf", "llama", {}, tensors)
+    return path
+
+
+def test_tensors(every_type):
+    file = GgufFile(every_type)
+    reader = gguf.GGUFReader(every_type)
+    assert list(file.tensors) == [tensor.name for tensor in reader.tensors]
+    for theirs in reader.tensors:
+        ours = file.tensors[theirs.name].read()
+        assert ours.shape == tuple(int(n) for n in reversed(theirs.shape))
+        assert ours.format is GGML_FORMATS[theirs.tensor_type]
+        assert ours.data.tobytes() == theirs.data.tobytes()
+        assert file.tensors[theirs.name].info.nbytes == theirs.n_bytes
+
+
+def test_row_ranges(every_type):
+    file = GgufFile(every_type)
+    for tensor in file.tensors.values():
+        whole = tensor.read()
+        blocks = list(tensor.blocks(max_bytes=2 * whole.data.shape[1]))
+        assert np.array_equal(np.concatenate([block.data for block in blocks]), whole.data)
+        assert all(len(block.data) <= 2 for block in blocks)
+        assert np.array_equal(tensor.read(1).data, whole.data[1:])
+    part = file.tensors["experts.weight"].read(1, 3)
+    assert part.shape == (2, 4, 32)
+    assert part.data.shape == (2, 4 * 34)
+
+
+def test_metadata_of_every_type(tmp_path):
+    metadata = {
+        "a.int": 7,
+        "a.negative": -7,
+        "a.float": 0.5,
+        "a.true": True,
+        "a.text": "héllo\n",
+        "a.ints": [1, 2, 3],
+        "a.floats": [0.5, 0.25],
+        "a.flags": [True, False],
+        "a.words": ["one", "", "three"],
+        "a.nested": [[1, 2], [3]],
+    }
+    (path,) = write_gguf(tmp_path / "m.gguf", "llama", metadata, {"w": (weights(), "f32")})
+    found = GgufFile(path).metadata
+    assert list(found["a.words"]) == metadata.pop("a.words")
+    assert {key: found[key] for key in metadata} == metadata
+    assert found["general.architecture"] == "llama"
+    assert found.count("a.words") == 3
+    assert "b" not in found
+    with pytest.raises(KeyError):
+        found["b"]
+
+
+def test_malformed_utf8(tmp_path):
+    tokens = [b"ok", b"\xff\xfe", "é".encode()]
+    body = array(STRING, 3, b"".join(string(token) for token in tokens))
+    path = tmp_path / "m.gguf"
+    path.write_bytes(raw_gguf([ARCH, ("tokenizer.ggml.tokens", ARRAY, body)]))
+    found = GgufFile(path).metadata["tokenizer.ggml.tokens"]
+    assert list(found) == ["ok", "��", "é"]
+    assert [found.encoded(index) for index in range(3)] == tokens
+
+
+def one_tensor(entry: bytes, data: bytes = bytes(64), **kwargs) -> bytes:
+    return raw_gguf([ARCH], [entry], data, **kwargs)
+
+
+BAD = {
+    "magic": (b"GGML" + bytes(100), "begins with b'GGML'"),
+    "lfs": (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
+    "big endian": (raw_gguf(version=3 << 24), "big-endian"),
+    "many tensors": (raw_gguf(counts=(1 << 60, 1)), "claims 1152921504606846976 tensors"),
+    "key twice": (raw_gguf([ARCH, ARCH]), "'general.architecture' appears twice"),
+    "long string": (raw_gguf([("k", STRING, struct.pack("<Q", 1 << 63))]), "truncated: .*'k'"),
+    "many strings": (raw_gguf([("k", ARRAY, array(STRING, 1 << 50, b""))]), "strings in .*'k'"),
+    "deep": (raw_gguf([("k", ARRAY, array(ARRAY, 1, b"") * 50)]), "nests arrays deeper"),
+    "alignment 48": (
+        raw_gguf([("general.alignment", UINT32, struct.pack("<I", 48))]),
+        "alignment is 48, not a power of two",
+    ),
+    "zero dim": (one_tensor(tensor_entry("t", [4, 0], 0, 0)), "'t' has no elements"),
+    "type 99": (one_tensor(tensor_entry("t", [256], 99, 0)), "'t' is of ggml type 99"),
+    "iq4_k": (one_tensor(tensor_entry("t", [256], 139, 0)), "'t' is IQ4_K, .* such as Q4_K_M"),
+    "offset": (one_tensor(tensor_entry("t", [4], 0, 4)), "'t' begins at 4, not a multiple of 32"),
+    "outside": (one_tensor(tensor_entry("t", [4], 0, 64)), "truncated or damaged: tensor 't'"),
+    "twice": (
+        raw_gguf([ARCH], [tensor_entry("t", [4], 0, 0), tensor_entry("t", [4], 0, 32)], bytes(64)),
+        "tensor 't' appears twice",
+    ),
+    "overlap": (
+        raw_gguf([ARCH], [tensor_entry("a", [9], 0, 0), tensor_entry("b", [4], 0, 32)], bytes(64)),
+        "tensors 'a' and 'b' overlap",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(tmp_path, case):
+    data, message = BAD[case]
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(data)
+    with pytest.raises((CheckpointError, UnsupportedModelError), match=message) as caught:
+        GgufFile(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated(tmp_path):
+    whole = raw_gguf(
+        [ARCH, ("words", ARRAY, array(STRING, 2, string("one") + string("two")))],
+        [tensor_entry("t", [8], 0, 0)],
+        bytes(32),
+    )
+    path = tmp_path / "cut.gguf"
+    for length in range(len(whole)):
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointError):
+            GgufFile(path)
+    path.write_bytes(whole)
+    GgufFile(path).close()
+
+
+def split_model(tmp_path):
+    tensors = {f"t{n}": (weights(seed=n), "f32") for n in range(5)}
+    return write_gguf(tmp_path / "big.gguf", "llama", {"a.b": 1}, tensors, tensors_per_part=2)
+
+
+def test_split(tmp_path):
+    paths = split_model(tmp_path)
+    assert len(paths) == 3
+    for path in paths:
+        parts = open_gguf_parts(path)
+        assert [part.path for part in parts] == paths
+        assert [name for part in parts for name in part.tensors] == ["t0", "t1", "t2", "t3", "t4"]
+        assert parts[0].metadata["a.b"] == 1
+        assert np.array_equal(parts[2].tensors["t4"].read().data.view(np.float32), weights(seed=4))
+
+
+def test_a_missing_part_is_named(tmp_path):
+    paths = split_model(tmp_path)
+    paths[1].unlink()
+    with pytest.raises(CheckpointError, match=r"big-00002-of-00003.gguf is missing"):
+        open_gguf_parts(paths[2])
+
+
+def test_wrong_part(tmp_path):
+    paths = split_model(tmp_path)
+    renamed = paths[0].rename(tmp_path / "other.gguf")
+    with pytest.raises(CheckpointError, match="is one of 3 parts, but is not named like one"):
+        open_gguf_parts(renamed)
+    renamed.rename(paths[0])
+    paths[1].write_bytes(paths[2].read_bytes())
+    with pytest.raises(CheckpointError, match="is not part 2 of 3"):
+        open_gguf_parts(paths[0])
