@@ -97,10 +97,10 @@ def test_mix_of_formats(tmp_path: Path) -> None:
         assert store.manifest.quantization == Quantization(**quantized)
         for name, info in source.tensors.items():
             assert store.tensors[name].format == info.format
-            both = (
+            ours, theirs = (
                 np.concatenate([restore(b) for b in each.blocks(name)]) for each in (source, store)
             )
-            np.testing.assert_array_equal(*both)
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_leftover_of_writing(store: Path) -> None:
