@@ -36,10 +36,6 @@ class Driver:
         size = ctypes.c_size_t
         self._library.standin_set(size(memory), size(pinned), ctypes.c_uint(seed))
 
-    def idle(self, yes: bool) -> None:
-        """Whether kernels compute nothing from now on: for tests of when they run."""
-        self._library.standin_idle(int(yes))
-
     def begin(self) -> None:
         """Empty GPUs: what is left in them, and is freed late, does not count any more."""
         self._library.standin_begin()

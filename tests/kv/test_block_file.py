@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import errno
-import json
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pytest
@@ -131,28 +129,6 @@ def test_flipped_bits(tmp_path: Path, name: str) -> None:
         for found in again.states(len(TOKENS)):
             assert (found.position, found.length) == (256, 300)
             assert np.array_equal(found.data, np.arange(64, dtype=np.uint8))
-
-
-@pytest.mark.parametrize(
-    ("changes", "length"),
-    [
-        ({}, 300),  # an earlier version's, which has no sum of its own
-        ({"states": [[256, 300, 1 << 60, 0]]}, 300),
-        ({"marks": 3}, 0),
-        ({"states": [[0, 0, -1, 0]]}, 0),
-        ({"block_bytes": -1}, 0),
-        ({"tokens": [1 << 65], "sums": [1]}, 0),
-    ],
-)
-def test_wrong_values(tmp_path: Path, changes: dict[str, Any], length: int) -> None:
-    """None of them is believed, or fails whoever reads."""
-    save_with_state(tmp_path / "one")
-    path = tmp_path / "one" / "tokens.json"
-    about = json.loads(path.read_text("utf-8"))
-    del about["crc32"]  # of whoever made it
-    path.write_text(json.dumps({**about, **changes}))
-    use_all(tmp_path / "one")
-    assert len(BlockFile(tmp_path / "one").tokens) == length
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import time
 from contextlib import closing
 from functools import partial
@@ -21,7 +20,6 @@ from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.arrays import aligned_buffer
 from tests.waits import open_files
 
-IN_MEMORY = Path("/dev/shm")
 SIZE = 6 * PAGE
 
 
@@ -40,20 +38,6 @@ def test_ranges_are_what_lies_there(tmp_path: Path, direct: bool) -> None:
                 out = aligned_buffer(count)
                 files.read_into(name, start, out)
                 assert out.tobytes() == data[start : start + count]
-
-
-@pytest.mark.skipif(not IN_MEMORY.is_dir(), reason="no file system in memory")
-def test_direct_reads_refused(tmp_path: Path) -> None:
-    folder = IN_MEMORY / f"localrt-test-{os.getpid()}"
-    folder.mkdir()
-    try:
-        data = write(folder)
-        with closing(StoreFiles(folder, ["a.bin"], direct=True)) as files:
-            out = aligned_buffer(SIZE)
-            files.read_into("a.bin", 0, out)
-            assert out.tobytes() == data
-    finally:
-        shutil.rmtree(folder)
 
 
 def test_direct_open_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

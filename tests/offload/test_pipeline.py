@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -19,7 +17,6 @@ from localrt.models.checkpoints import StoreCheckpoint, open_checkpoint
 from localrt.models.checkpoints.store.checkpoint import UnitMemory
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.registry import read_config
-from localrt.offload.device.gpu import Clock
 from localrt.offload.pipeline.split import split_unit
 from localrt.offload.pipeline.tables import CACHE_BYTES, RowTable
 from localrt.offload.reading.files import StoreFiles
@@ -74,16 +71,6 @@ def rows(model: Model, table: RowTable, ids: list[int]) -> np.ndarray:
     return np.array(table.begin_read(model.ops, step, wanted)())
 
 
-@given(passes=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8), max_size=12))
-def test_kept_tiles(model: Model, passes: list[list[int]]) -> None:
-    kept, _ = open_table(model)
-    with closing(kept):
-        for ids in passes:
-            fresh, _ = open_table(model, direct=True, cache_bytes=0)
-            with closing(fresh):
-                assert np.array_equal(rows(model, kept, ids), rows(model, fresh, ids))
-
-
 @pytest.mark.parametrize(
     ("keep", "passes", "reads"),
     [
@@ -126,16 +113,6 @@ def test_damaged_tile(tmp_path: Path) -> None:
             mended = RowTable(model.store, NAME, files, lambda name: None, mend)
             with closing(mended):
                 assert np.array_equal(rows(model, mended, [5, 700]), before)
-
-
-def test_files_cut_short(tmp_path: Path) -> None:
-    with closing(Model(pack_synthetic(tmp_path, vocab=VOCAB, layers=1, hidden=64))) as model:
-        table, _ = open_table(model)
-        with closing(table):
-            path = model.store.path / "embedding.safetensors"
-            os.truncate(path, path.stat().st_size - 2 * PAGE)
-            with pytest.raises(CheckpointError, match="was cut short"):
-                rows(model, table, [VOCAB - 1])
 
 
 # One or two tensors of gates, or none; norms before, behind, or both.
@@ -189,38 +166,3 @@ def stored_rows(store: StoreCheckpoint, name: str) -> np.ndarray:
 
 def vector(store: StoreCheckpoint, name: str) -> np.ndarray:
     return unpack(store.read(name)).ravel()
-
-
-class Hands:
-    """A clock that is moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-@given(spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20)), max_size=12))
-def test_busy(spans: list[tuple[int, int]]) -> None:
-    hands = Hands()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(time, "perf_counter", hands)
-        clock = Clock(keep=100)
-        open_: dict[int, float] = {}
-        events = [(start, 1, n) for n, (start, _) in enumerate(spans)]
-        events += [(start + length, 2, n) for n, (start, length) in enumerate(spans)]
-        for at, kind, number in sorted(events):
-            hands.now = float(at)
-            if kind == 1:
-                open_[number] = clock.begin("ssd")
-            else:
-                clock.end("ssd", f"task {number}", open_[number])
-        hands.now = 1000.0
-        covered = {at for start, length in spans for at in range(start, start + length)}
-        assert clock.busy().get("ssd", 0.0) == len(covered)
-        kept = {(task.name, task.start, task.end) for task in clock.tasks()}
-        assert kept == {
-            (f"task {n}", float(start), float(start + length))
-            for n, (start, length) in enumerate(spans)
-        }

@@ -14,20 +14,15 @@ from localrt.common.errors import MemoryBudgetError
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import Where
-from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import CacheFormat
 from tests.offload.placed import (
-    MODE,
-    PLENTY,
     Model,
     assert_same,
     conversation,
     extend,
     needs_kernels,
-    open_decoder,
     pack_synthetic,
     passing,
-    place,
     tokens,
 )
 
@@ -101,27 +96,6 @@ def test_bytes_read(model: Model) -> None:
         assert all(seconds > 0 for seconds in counts.busy_s.values())
 
 
-def test_vectors_are_made_once(model: Model) -> None:
-    """Wherever in the ring a unit lies: on a GPU each is a copy that is waited for."""
-    ops, made = NativeOps(threads=1), list[int]()
-
-    def vector(values: Any) -> Any:
-        made.append(len(values))
-        return NativeOps.vector(ops, values)
-
-    ops.vector = vector  # type: ignore[method-assign]
-    streamed = passing(model.store)
-    placement = place(model.store, streamed, slack=7 * PAGE)
-    options = {"mode": MODE, "budget": PLENTY}
-    with closing(open_decoder(model.store, ops, model.config, placement, **options)) as decoder:
-        cache = decoder.cache(100)
-        counts = []
-        for token in range(40):
-            extend(decoder, cache, [token])
-            counts.append(len(made))
-        assert counts[0] == counts[-1]
-
-
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -172,18 +146,6 @@ def test_evicted_units_return(model: Model) -> None:
                 assert sum(stage.where is Where.SSD for stage in decoder.weights.stages) > 1
             assert_alike(model, decoder, cache, twin, [token])
         assert [s.name for s in decoder.weights.stages if s.where is Where.SSD] == ["layers.1.mlp"]
-
-
-def test_evicted_units_stay_away(model: Model) -> None:
-    budget = budget_for(model, [], PAGE)
-    with model.placed([], largest=largest(model), budget=budget) as decoder:
-        cache, twin = decoder.cache(100), model.resident.cache(100)
-        places = []
-        for token in tokens(8):
-            assert_alike(model, decoder, cache, twin, [token])
-            places.append([stage.where for stage in decoder.weights.stages])
-        assert Where.SSD in places[0]
-        assert all(each == places[0] for each in places), "units do not go to and fro"
 
 
 def test_context_beyond_budget(model: Model) -> None:

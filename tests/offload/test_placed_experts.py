@@ -8,13 +8,12 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from localrt.common.errors import CancelledError, CheckpointError
+from localrt.common.errors import CancelledError
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.models.decoder import Decoder
 from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.memory import size_classes
-from localrt.offload.reading.files import StoreFiles
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import (
     Model,
@@ -90,28 +89,6 @@ def test_cancel_in_any_layer(model: Model, want: list[np.ndarray], share: float)
             with pytest.raises(CancelledError):
                 placed.forward(batch, check=cancel_after(layer + 1))
             assert cache.length == 0
-        assert_same(answers(placed), want)
-
-
-class Failing(StoreFiles):
-    """Files whose reads fail while ``broken``."""
-
-    broken = False
-
-    def read_into(self, name: str, offset: int, out: np.ndarray) -> None:
-        if self.broken:
-            raise CheckpointError("the disk is gone")
-        super().read_into(name, offset, out)
-
-
-def test_failed_read(model: Model, want: list[np.ndarray]) -> None:
-    files = Failing(model.store.path, {unit.file for unit in model.store.manifest.units})
-    with model.placed(experts(model.store), files=files) as placed:
-        answers(placed)
-        files.broken = True
-        with pytest.raises(CheckpointError, match="the disk is gone"):
-            answers(placed, 200)
-        files.broken = False
         assert_same(answers(placed), want)
 
 

@@ -28,10 +28,10 @@ from tests.offload.placed import (
 
 pytestmark = needs_kernels
 
-NAMES = ["qwen3.5-moe", "falcon-h1", "kimi-linear", "lfm3", "qwen4-exp"]
+OTHERS = (pytest.param(n, marks=pytest.mark.slow) for n in ("kimi-linear", "lfm3", "qwen4-exp"))
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module", params=["qwen3.5-moe", "falcon-h1", *OTHERS])
 def model(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Model]:

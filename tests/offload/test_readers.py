@@ -23,7 +23,7 @@ from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.gpu import Event
 from localrt.offload.reading import reader as reader_module
 from localrt.offload.reading.reader import DemandLoad, DemandReader, UnitReader
-from localrt.offload.ring import Ring
+from localrt.offload.ring import Lease, Ring, fixed_places
 from localrt.quant.formats.packed import Bytes
 from tests.waits import wait_for
 
@@ -68,11 +68,6 @@ class FakeSource:
         if pause:
             time.sleep(pause)
         out[:] = content(unit, start, start + len(out))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes asked for so far."""
-        return sum(count for _, _, count in self.fetched)
 
 
 @contextmanager
@@ -160,31 +155,6 @@ def test_any_passes(
                 use(reader, unit)
         reader.rewind()
         for unit in [*order, *order]:
-            use(reader, unit)
-
-
-def test_rewind_drops_what_was_queued() -> None:
-    """What was on its way arrives; nothing of the rest of the pass is read any more."""
-    units, go = make_units([2, 2, 2, 2]), threading.Event()
-
-    def fault(unit: StoredUnit, start: int) -> None:
-        if unit.name == "u2":
-            go.wait(60)
-
-    source = FakeSource(fault=fault)
-    with reading(source, units, slack=2, threads=1) as reader:
-        use(reader, units[0])
-        use(reader, units[1])
-        wait_for(lambda: source.fetched[-1][0] == "u2")
-        source.fetched.clear()
-        reader.rewind()
-        go.set()
-        for unit in units[:2]:
-            use(reader, unit)
-        names = [name for name, _, _ in source.fetched]
-        assert names[0] == "u0"
-        assert "u3" not in names
-        for unit in [*units[2:], *units]:
             use(reader, unit)
 
 
@@ -305,93 +275,70 @@ def test_cancelled_pass_takes_nothing() -> None:
             use(reader, unit)
 
 
-class Slow:
-    """A source that gives a piece when it is told to."""
-
-    def __init__(self) -> None:
-        self.fetched: list[str] = []
-        self.gate = threading.Semaphore(0)
-        self.entered = threading.Semaphore(0)
-
-    def fetch(self, unit: StoredUnit, start: int, out: Any, after: Event | None) -> None:
-        """Note what is fetched, wait, and fill it."""
-        self.fetched.append(unit.name)
-        self.entered.release()
-        assert self.gate.acquire(timeout=60)
-        out[:] = 7
-
-    def skip(self, unit: StoredUnit) -> None:
-        """Nothing."""
-
-
-@contextmanager
-def asking(source: Slow, **options: Any) -> Iterator[Asked]:
-    """A reader with one thread."""
-    asked = Asked(source, **options)
-    try:
-        yield asked
-    finally:
-        asked.reader.close()
-
-
-class Asked:
-    """Loads of a reader by name."""
-
-    def __init__(self, source: Slow, **options: Any) -> None:
-        own = {"threads": 1, "block": 100, "stall_s": 30.0, **options}
-        self.reader = DemandReader(source, **own)
-        self.ended: deque[DemandLoad] = deque()
-
-    def ask(self, name: str, nbytes: int = 400, *, urgent: bool = True) -> DemandLoad:
-        unit = StoredUnit(name=name, file="f", offset=0, nbytes=nbytes, sha256="", tensors=())
-        memory = np.zeros(nbytes, np.uint8)
-        return self.reader.ask(unit, memory, urgent=urgent, ends=self.ended)
-
-
-def test_urgent_load() -> None:
-    source = Slow()
-    with asking(source) as asked:
-        ahead = asked.ask("a", urgent=False)
-        asked.ask("b", urgent=False)
-        source.entered.acquire()
-        wanted = asked.ask("c")
-        source.gate.release(20)
-        asked.reader.wait(wanted)
-        assert source.fetched[:5] == ["a", "c", "c", "c", "c"]
-        asked.reader.hurry(ahead)
-        asked.reader.wait(ahead)
-        assert (ahead.memory == 7).all()
-
-
-def test_cancelled_load_is_not_read() -> None:
-    source = Slow()
-    with asking(source) as asked:
-        first, second = asked.ask("a", urgent=False), asked.ask("b", urgent=False)
-        source.entered.acquire()
-        assert asked.reader.cancel([first, second]) == [second]  # a piece of the other is read
-        source.gate.release(20)
-        asked.reader.wait(first)
-        asked.reader.wait(asked.ask("c", 100))
-        assert source.fetched == ["a", "a", "a", "a", "c"]
-        assert [load.unit.name for load in asked.ended] == ["a", "c"]
-
-
 def test_units_are_verified_by_those_who_read_them() -> None:
     """Once they are whole; a damaged one fails, whoever waits for it."""
-    seen: list[tuple[str, bool, str]] = []
+    seen: list[tuple[str, str]] = []
 
     def verify(unit: StoredUnit, data: Any) -> None:
-        seen.append((unit.name, bool((data == 7).all()), threading.current_thread().name))
-        if unit.name == "b":
-            raise CheckpointError("unit b is damaged")
+        assert (data == content(unit)).all()
+        seen.append((unit.name, threading.current_thread().name))
+        if unit.name == "u1":
+            raise CheckpointError("unit u1 is damaged")
 
-    source = Slow()
-    with asking(source, threads=3, verify=verify) as asked:
-        source.gate.release(20)
-        loads = [asked.ask(name) for name in "abc"]
-        asked.reader.wait(loads[0])
-        with pytest.raises(CheckpointError, match="b is damaged"):
-            asked.reader.wait(loads[1])
-        asked.reader.wait(loads[2])
-    assert sorted((name, whole) for name, whole, _ in seen) == [(name, True) for name in "abc"]
-    assert all(name.startswith("localrt-experts") for *_, name in seen)
+    units, ended = make_units([3, 3, 3]), deque[DemandLoad]()
+    reader = DemandReader(FakeSource(), threads=3, block=PAGE, stall_s=30.0, verify=verify)
+    memories = [np.zeros(unit.nbytes, np.uint8) for unit in units]
+    loads = [
+        reader.ask(unit, memory, urgent=True, ends=ended)
+        for unit, memory in zip(units, memories, strict=True)
+    ]
+    reader.wait(loads[0])
+    with pytest.raises(CheckpointError, match="u1 is damaged"):
+        reader.wait(loads[1])
+    reader.wait(loads[2])
+    reader.close()
+    assert sorted(name for name, _ in seen) == ["u0", "u1", "u2"]
+    assert all(name.startswith("localrt-experts") for _, name in seen)
+
+
+# -- the ring ------------------------------------------------------------------------------------
+
+
+def test_fixed_places() -> None:
+    """At the end of what came before, else where the oldest units are."""
+    assert fixed_places([3, 3, 3, 3], 10) == [0, 3, 6, 0]
+    assert fixed_places([4, 5, 3, 9], 10) == [0, 4, 0, 1]
+    assert fixed_places([10, 10], 10) == [0, 0]
+    assert fixed_places([], 10) == []
+
+
+@given(
+    units=st.lists(st.integers(1, 9), min_size=1, max_size=60),
+    slack=st.integers(0, 12),
+    chunk=st.integers(1, 5),
+)
+def test_events(units: list[int], slack: int, chunk: int) -> None:
+    """Events are those of one stream: numbers that grow."""
+    ring = Ring((max(units) + slack) * PAGE, chunk * PAGE)
+    used = np.zeros(ring.nbytes // PAGE)  # when each page was used last
+
+    def pages(offset: int, nbytes: int) -> slice:
+        return slice(offset // PAGE, (offset + nbytes) // PAGE)
+
+    def take(lease: Lease) -> None:
+        while (found := ring.next_chunk(lease)) is not None:
+            part, event = found
+            assert (event or 0) == used[pages(lease.offset + part.start, part.nbytes)].max()
+
+    live = deque[tuple[Lease, Any]]()
+    for event, size in enumerate(units, 1):
+        lease = None
+        while lease is None or lease.waiting:
+            lease = lease or ring.lease(size * PAGE)
+            if lease is not None:
+                take(lease)
+            if lease is None or lease.waiting:
+                older, ended = live.popleft()
+                ring.release(older, ended)
+                used[pages(older.offset, older.nbytes)] = ended
+        live.append((lease, event))

@@ -282,10 +282,8 @@ class IndexedLayer:
         shape: Shape,
         ops: Ops,
         tensors: dict[str, Floats] | None = None,
-        *,
-        sees_all: bool = False,
     ) -> None:
-        self.spec, self.index, self.ops, self.sees_all = shape.attention, shape.index, ops, sees_all
+        self.spec, self.index, self.ops = shape.attention, shape.index, ops
         tensors = random_tensors(shape) if tensors is None else tensors
 
         def matrix(*names: str) -> Any:
@@ -327,10 +325,7 @@ class IndexedLayer:
             step = self.ops.begin(batch)
             self.chosen = self.ops.choose_tokens(rows, self.index_weights, self.index, step, 1)
             q = self.ops.norm_qkv_rope_append(rows, self.weights, self.spec, step, 0)
-            if self.sees_all:
-                out = self.ops.attention_output(q, self.weights, self.spec, step, 0)
-            else:
-                out = self.ops.chosen_output(q, self.weights, self.spec, step, 0, self.chosen)
+            out = self.ops.chosen_output(q, self.weights, self.spec, step, 0, self.chosen)
         for span in spans:
             span.cache.advance(span.rows)
         found = np.empty((len(x), HIDDEN), np.float32)

@@ -60,19 +60,6 @@ def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
     np.testing.assert_allclose(found[alike], wanted[alike], rtol=0.02, atol=0.02)
 
 
-@needs_kernels
-@pytest.mark.parametrize(("kv", "least"), [("int8", 0.9), ("int4", 0.75)])
-def test_keys_of_few_bits_choose_mostly_the_same(kv: str, least: float) -> None:
-    layer, oracle = native_layer("by-4", kv=kv), torch_layer(SHAPES["by-4"])
-    for each in (layer, oracle):
-        each.run((each.cache(), random_rows(200)))
-    shares = [
-        len(set(found) & set(wanted)) / len(wanted)
-        for found, wanted in zip(layer.picks(), oracle.picks(), strict=True)
-    ]
-    assert np.mean(shares) > least
-
-
 @pytest.mark.parametrize("make", [torch_layer, pytest.param(IndexedLayer, marks=needs_kernels)])
 def test_ties_go_to_earlier_blocks(make: Any) -> None:
     shape = SHAPES["by-4"]
@@ -84,18 +71,6 @@ def test_ties_go_to_earlier_blocks(make: Any) -> None:
     for row, picks in enumerate(layer.picks()):
         tail = (row + 1) // 4 * 4
         assert picks == [*range(min(12, tail)), *range(tail, row + 1)]
-
-
-@needs_kernels
-@pytest.mark.parametrize("kv", FORMATS)
-def test_row_that_sees_all(kv: str) -> None:
-    shape, x = SHAPES["long"], random_rows(302)
-    sparse, dense = (
-        IndexedLayer(shape, NativeOps(threads=2, kv_format=kv), sees_all=sees_all)
-        for sees_all in (False, True)
-    )
-    found, wanted = (each.run((each.cache(), x)) for each in (sparse, dense))
-    np.testing.assert_array_equal(found, wanted)
 
 
 @needs_kernels
@@ -136,14 +111,3 @@ def test_tree(
     first: int,
 ) -> None:
     check_tree(native[case], held, parents, first)
-
-
-@pytest.mark.parametrize("make", [torch_layer, pytest.param(IndexedLayer, marks=needs_kernels)])
-def test_a_sequence_may_go_back(make: Any) -> None:
-    options = () if make is torch_layer else (NativeOps(threads=2),)
-    layer, x, y = make(SHAPES["by-3"], *options), random_rows(40), random_rows(20, seed=2)
-    cache, straight = layer.cache(), layer.cache()
-    layer.run((cache, x))
-    assert cache.trim(25) == 25
-    layer.run((straight, x[:25]))
-    np.testing.assert_allclose(layer.run((cache, y)), layer.run((straight, y)), rtol=0, atol=0)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 
 import numpy as np
 import pytest
 
-from localrt.quant.cpu import replay
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cpu.replay import NativeSharedLayers
 from localrt.quant.formats import FORMATS, PackedTensor
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
-from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing, SharedWords
+from localrt.quant.ops.experts import ExpertSpec, ExpertTable, ExpertWeights, Routing
 from tests.conftest import needs_kernels
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
@@ -190,24 +187,17 @@ def test_batch_invariance(way: str, isa: str) -> None:
         assert np.array_equal(part, whole[: rows * USED])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_experts_of_one_layer_may_differ(isa: str) -> None:
+@pytest.mark.parametrize(("rows", "isa"), [(1, ""), (3, ""), *((40, isa) for isa in ISAS)])
+def test_several_calls_equal_one(rows: int, isa: str) -> None:
+    """Of experts that differ; and of each row alone."""
     experts = list(WAYS.values())
-    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
-    x, choice = inputs(40), routing(40)
-    whole = run(two, fill(two, experts), x, choice)
-    assert_close(whole, expected(experts, x, choice))
-    table = fill(one, experts)
-    alone = [run(one, table, x[i : i + 1], some_rows(choice, slice(i, i + 1))) for i in range(40)]
-    assert np.array_equal(np.concatenate(alone), whole)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 40])
-def test_several_calls_equal_one(rows: int) -> None:
-    experts = list(WAYS.values())
-    ops = NativeOps(threads=2)
+    ops = NativeOps(threads=2, isa=isa)
     table, x, choice = fill(ops, experts), inputs(rows), routing(rows)
     whole = run(ops, table, x, choice)
+    assert_close(whole, expected(experts, x, choice))
+    each = (slice(row, row + 1) for row in range(rows))
+    alone = [run(ops, table, x[row], some_rows(choice, row)) for row in each]
+    assert np.array_equal(np.concatenate(alone), whole)
     slots = np.full_like(whole, np.nan)
     for some in ([], [5], [1, 0, 7], np.array([2, 3, 4, 6], np.int32)):
         before = slots.copy()
@@ -270,97 +260,3 @@ def test_missing_expert() -> None:
     table.put(2, expert.load(ops))
     ops.run_experts(x, choice, table, SPEC, slots, [2])
     assert np.array_equal(slots, whole)
-
-
-@dataclass
-class Layer:
-    """A ``Share`` in plain RAM, for ``rows`` rows; the GPU has the ``present`` experts."""
-
-    rows: np.ndarray
-    routing: Routing
-    present: np.ndarray
-    words: SharedWords = field(
-        default_factory=lambda: SharedWords(*(np.zeros(1, np.int32) for _ in range(4)))
-    )
-
-    def __post_init__(self) -> None:
-        slots = len(self.rows) * self.routing.used
-        self.host_slots = np.full((slots, HIDDEN), np.nan, np.float32)
-
-
-def layers(rows: int) -> list[Layer]:
-    halves = np.arange(COUNT) % 2 == 0, np.ones(COUNT, bool), np.zeros(COUNT, bool)
-    return [
-        Layer(inputs(rows, seed=seed), routing(rows, seed=seed), present)
-        for seed, present in enumerate(halves)
-    ]
-
-
-@pytest.fixture(scope="module")
-def ops() -> NativeOps:
-    return NativeOps(threads=2)
-
-
-@pytest.fixture(scope="module")
-def expert() -> Expert:
-    return Expert(("q4_0", "q4_0", "q4_0"), 0)
-
-
-@pytest.fixture
-def table(ops: NativeOps, expert: Expert) -> ExpertTable:
-    return fill(ops, [expert] * COUNT)
-
-
-def begun(ops: NativeOps, table: ExpertTable, shared: list[Layer]) -> NativeSharedLayers:
-    work = ops.shared_layers([(layer, table, SPEC) for layer in shared])
-    for number, layer in enumerate(shared):
-        work.present(number, layer.present)
-        layer.words.turn[0] += 1
-    return work
-
-
-@pytest.mark.parametrize("rows", [1, 5])
-def test_absent_experts(ops: NativeOps, table: ExpertTable, rows: int) -> None:
-    shared = layers(rows)
-    work = begun(ops, table, shared)
-
-    def gpu() -> None:
-        """Each layer's ticket once the one before is done, or needs nobody."""
-        for before, layer in zip([None, *shared], shared, strict=False):
-            while before is not None and before.words.done[0] != before.words.turn[0]:
-                pass
-            layer.words.ticket[0] = layer.words.turn[0]
-
-    thread = threading.Thread(target=gpu)
-    thread.start()
-    at = 0
-    while at < len(shared):  # a slow machine may try its patience
-        at = work.run(at)
-    thread.join()
-    for layer in shared:
-        computed = ~layer.present[layer.routing.chosen.reshape(-1)]
-        whole = run(ops, table, layer.rows, layer.routing)
-        assert np.array_equal(layer.host_slots[computed], whole[computed])
-        assert np.isnan(layer.host_slots[~computed]).all()
-    assert work.busy_s > 0
-
-
-def test_what_is_left(
-    ops: NativeOps, expert: Expert, table: ExpertTable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A layer without a ticket, with an expert that is not in RAM, or of a pass given up."""
-    monkeypatch.setattr(replay, "_PATIENCE_US", 1000)
-    shared = layers(3)
-    work = begun(ops, table, shared)
-    assert work.run(0) == 0
-    for layer in shared:
-        layer.words.ticket[0] = 1
-    missing = int(shared[2].routing.chosen[0, 0])
-    table.drop(missing)
-    assert work.run(1) == 2
-    assert np.isnan(shared[2].host_slots).all()
-    assert [layer.words.done[0] for layer in shared] == [0, 1, 0]
-    table.put(missing, expert.load(ops))
-    assert work.run(2) == 3
-    shared[0].words.turn[0], shared[0].words.stop[0] = 2, 1
-    assert work.run(0) == 0

@@ -10,7 +10,7 @@ import pytest
 from localrt.common.errors import OptionError
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.formats import F32, FORMATS, GROUP_CODECS, Format, PackedTensor, pack, unpack
+from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
@@ -272,21 +272,3 @@ def test_every_way_through_the_mlp(gate: str, up: str, down: str, hadamard: int,
     weights = build_mlp(one, gate, up, down, hadamard)
     for count in (1, 2, 3, 4, 5, 7, 13, 31):
         assert np.array_equal(one.norm_gated_mlp(x[:count], weights, spec), whole[:count])
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_xielu(isa: str) -> None:
-    """On its own, through matrices that change nothing."""
-    ops, curve = NativeOps(threads=1, isa=isa), (0.9, 1.3, 0.5, -1e-6)
-    spec, size = MlpSpec(activation="xielu", eps=1e-6, curve=curve), 64
-    small = np.geomspace(1e-8, 90, size - 1)
-    x = np.stack([np.append(small, 0), np.append(-small, -0.35)]).astype(np.float32)
-    same = pack(np.eye(size, dtype=np.float32), F32, name="same")
-    weights = MlpWeights(
-        norm=None, gate_up=ops.weight((size, size), [same]), down=ops.weight((size, size), [same])
-    )
-    exact, (positive, negative, beta, eps) = x.astype(np.float64), curve
-    low = negative * (np.expm1(np.minimum(exact, eps)) - exact)
-    wanted = np.where(exact > 0, positive * exact**2, low) + beta * exact
-    off = np.abs(ops.norm_gated_mlp(x, weights, spec) - wanted)
-    assert (off <= 1e-6 * (np.abs(exact) + exact**2) + 1e-12).all()  # y is 0 near -1.07

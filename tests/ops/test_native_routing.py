@@ -1,4 +1,4 @@
-"""Routers on the native kernels: scores, choices and weights against numpy in float64."""
+"""Routers on the native kernels and torch: scores, choices and weights against numpy in float64."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from itertools import product
 
 import numpy as np
 import pytest
+import torch
 
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import unpack
 from localrt.quant.ops.experts import RouterSpec, RouterWeights, Routing
+from localrt.quant.reference.experts import route
 from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS
-
-pytestmark = needs_kernels
 
 HIDDEN = 256
 
@@ -85,6 +85,7 @@ SPECS = [
 ]
 
 
+@needs_kernels
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("spec", "biased"), product(SPECS, (False, True)))
 def test_choices_are_as_written(spec: RouterSpec, biased: bool, isa: str) -> None:
@@ -117,6 +118,7 @@ def test_choices_are_as_written(spec: RouterSpec, biased: bool, isa: str) -> Non
             assert np.array_equal(getattr(routing, field), getattr(found[0][1], field)[:rows])
 
 
+@needs_kernels
 @pytest.mark.parametrize("isa", ISAS)
 def test_ties_go_to_the_lower_number(isa: str) -> None:
     gate = random_tensor("f32", 1, HIDDEN, seed=2)
@@ -143,6 +145,7 @@ def test_ties_go_to_the_lower_number(isa: str) -> None:
     assert found.experts[0].tolist() == [7, 23, 0, 1, 2, 3, 4, 5, 6, 8]
 
 
+@needs_kernels
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax-chosen"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -167,3 +170,16 @@ def test_nan_weights(bad, scoring, isa: str) -> None:
         _, found = ops.norm_route(x, biased, spec)
         assert not np.isfinite(found.weights).any()
         assert ((found.experts >= 0) & (found.experts < 20)).all()
+
+
+@pytest.mark.parametrize("router", SPECS)
+@pytest.mark.parametrize("biased", [False, True])
+def test_routes(router: RouterSpec, biased: bool) -> None:
+    """Of logits that are often equal: ties go to the lower number."""
+    rng = np.random.default_rng(router.count)
+    logits = rng.integers(-16, 16, (9, router.count)).astype(np.float32) / 4
+    bias = rng.standard_normal(router.count).astype(np.float32) if biased else None
+    found = route(
+        torch.from_numpy(logits), None if bias is None else torch.from_numpy(bias), router
+    )
+    assert_same(found, choose(logits.astype(np.float64), router, bias))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from unittest.mock import patch
 
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops import states
-from localrt.quant.ops.hybrid_cache import HybridCache, states_of
-from localrt.quant.ops.recurrent import RecurrentSpec
-from localrt.quant.ops.states import StateCache, runs
+from localrt.quant.ops.hybrid_cache import HybridCache
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
 from tests.ops.layers import (
@@ -55,22 +52,6 @@ def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
         if len(part) == 2:
             for cache in caches:
                 cache.select(18, [0, 2, 3, 5])
-
-
-@needs_kernels
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["delta", "delta-channels", "ssm"])
-def test_fast_decays_leave_nothing(name: str, isa: str) -> None:
-    """A factor near the least float32 would make every product with it subnormal, and slow."""
-    layer = Layer(name, NativeOps(threads=1, isa=isa))
-    rates = layer.ops.vector(np.full(layer.spec.heads, -300, np.float32))
-    layer.weights = replace(layer.weights, decay=rates)
-    cache = layer.cache()
-    layer.run((cache, random_rows(4)))
-    kept = states_of(cache)._now.ring_of(0)[:4]
-    decays = kept[:, layer.spec.channels : -layer.spec.heads]
-    assert (decays == 0).any()
-    assert not ((decays > 0) & (decays < 1e-20)).any()
 
 
 @needs_kernels
@@ -136,75 +117,3 @@ def test_trim(
     assert held > max(read, default=0) - apart
     out = layer.run((cache, x[held:]))
     np.testing.assert_array_equal(out, layer.run((layer.cache(), x))[held:])
-
-
-@needs_kernels
-@given(
-    name=LAYERS,
-    begin=st.integers(0, 9),
-    takes=st.lists(st.integers(0, 3), min_size=1, max_size=9),
-    back=st.integers(0, 20),
-)
-def test_draft_tree(
-    native: dict[str, Layer], name: str, begin: int, takes: list[int], back: int
-) -> None:
-    """As a draft's: of a chain with wrong siblings, some tokens come true in each turn."""
-    layer, end = native[name], begin + sum(takes)
-    x, wrong = random_rows(end + 5), random_rows(1, seed=8)
-    whole, cache, held = layer.run((layer.cache(), x)), layer.cache(), 0
-    with patch.object(states, "_KEEP_EVERY", 3):
-        if begin:
-            layer.run((cache, x[:begin]))
-        known = begin
-        for count in takes:
-            # The chain's nodes have odd numbers, each a wrong sibling before it.
-            new = range(held, 2 * (count + 1))
-            parents = [max(2 * (node // 2) - 1, -1) for node in range(2 * (count + 1))]
-            if new:
-                rows = np.concatenate(
-                    [x[known + node // 2, None] if node % 2 else wrong for node in new]
-                )
-                out = layer.run((cache, rows, tree_mask(parents)[new.start :]))
-                for node, found in zip(new, out, strict=True):
-                    if node % 2:
-                        np.testing.assert_array_equal(found, whole[known + node // 2])
-            held = max(held, 2 * (count + 1))
-            path = list(range(1, 2 * count, 2))
-            below = list(range(2 * count, held))
-            cache.select(known, [*path, *below])
-            known, held = known + count, len(below)
-        cache.trim(known)
-        wanted = max(0, known - back)
-        kept = cache.trim(wanted)
-        assert kept <= wanted
-        np.testing.assert_array_equal(layer.run((cache, x[kept:])), whole[kept:])
-
-
-@given(ends=st.lists(st.integers(1, 40), min_size=1, max_size=4), turn=st.integers(1, 511))
-def test_changed_turn(ends: list[int], turn: int) -> None:
-    """Also where a state is so large that few are kept: Granite-4-H-Tiny's takes 57 MB."""
-    spec = RecurrentSpec(
-        kind="ssm", heads=48, key_heads=1, key_size=128, value_size=64, taps=4, eps=1e-6
-    )
-    cache = StateCache([spec] * 36, 1 << 20, lambda size: np.zeros(size, np.float32))
-    assert cache.layout.kept == 4
-    for chunks in ends:
-        for _ in range(chunks):
-            cache.begin(512, None)
-            for layer in range(36):
-                cache.layer_done(layer)
-            cache.advance(512)
-        length = cache.length
-        changed = max(0, length - turn)
-        assert cache.trim(changed) >= changed - 512
-
-
-@given(ring=st.integers(1, 12), other=st.integers(1, 12), first=st.integers(0, 30), data=st.data())
-def test_runs(ring: int, other: int, first: int, data: st.DataObject) -> None:
-    """Rings of two sizes: slices name the same rows, and end only where a ring does."""
-    tokens = np.arange(first, first + data.draw(st.integers(0, min(ring, other))))
-    found = runs(tokens % ring, tokens % other)
-    for place, size in enumerate((ring, other)):
-        rows = [row for slices in found for row in range(size)[slices[place]]]
-        assert rows == (tokens % size).tolist()
-    assert len(found) <= 3

@@ -11,6 +11,7 @@ import numpy as np
 
 from localrt.models.checkpoints import TensorInfo
 from localrt.quant.formats import F32, FORMATS, PackedTensor
+from tests.ops.packed import random_tensor
 
 _ROWS = 16  # that are made up together
 
@@ -88,7 +89,8 @@ class SyntheticCheckpoint:
         for first in range(start // _ROWS * _ROWS, stop, _ROWS):
             seed = zlib.crc32(f"{name} {first} {self._seed}".encode())
             low, high = max(start, first), min(stop, first + _ROWS)
-            data[low - start : high - start] = _rows(info, seed)[low - first : high - first]
+            rows = random_tensor(info.format.name, _ROWS, info.shape[1], seed).data
+            data[low - start : high - start] = rows[low - first : high - first]
         return PackedTensor(name, info.format, (stop - start, info.shape[1]), data)
 
     def blocks(self, name: str, max_bytes: int = 64 << 10) -> Iterator[PackedTensor]:
@@ -102,29 +104,3 @@ class SyntheticCheckpoint:
 
     def close(self) -> None:
         pass
-
-
-def _rows(info: TensorInfo, seed: int) -> np.ndarray:
-    """``_ROWS`` rows of any codes, with finite scales where they lie in every block."""
-    format_ = info.format
-    columns = info.shape[1]
-    rng = np.random.default_rng(seed)
-    if format_.name == "f8_e4m3":
-        return rng.integers(0, 0x7F, (_ROWS, columns), dtype=np.uint8)  # no NaN
-    if format_.block == 1:
-        values = (rng.standard_normal((_ROWS, columns)) * 0.1).astype(np.float32)
-        if format_.name == "bf16":
-            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
-        return values.astype("<f2" if format_.name == "f16" else "<f4").view(np.uint8)
-    shape = (_ROWS, columns // format_.block, format_.block_bytes)
-    blocks = rng.integers(0, 256, shape, dtype=np.uint8)
-    half = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
-    if format_.name in ("mxfp4", "nvfp4"):
-        blocks[..., 0] = 120 if format_.name == "mxfp4" else 0x38
-    elif format_.name == "q6_k":
-        blocks[..., 208:210] = half
-    else:
-        blocks[..., :2] = half
-        if format_.name in ("q4_1", "q5_1", "q4_k", "q5_k") or format_.name.endswith("m"):
-            blocks[..., 2:4] = half
-    return blocks.reshape(_ROWS, -1)

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,6 @@ from safetensors.numpy import load_file, save_file
 import localrt
 from localrt.common.errors import CancelledError, StorageError
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.checkpoints.store.manifest import read_manifest
-from localrt.models.weight_files import MANIFEST_NAME
 from localrt.offload.store.pack import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quantize.quantize import Recipe, quantize_model
@@ -53,15 +50,6 @@ def test_made_once(tmp_path: Path) -> None:
     assert path.parent == stores
     assert path.name.startswith("My-model-2-best-")
     assert make(source, stores) == (path, [])
-
-
-def test_another_model_of_the_same_name(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    folders = {
-        make(SyntheticCheckpoint(path, **options), tmp_path / "stores")[0]  # type: ignore[arg-type]
-        for options in ({}, {"seed": 1}, {"layers": 3}, {"formats": {"o_proj": "q4_0"}})
-    }
-    assert len(folders) == 4
 
 
 def test_store_of_a_store(tmp_path: Path) -> None:
@@ -150,10 +138,6 @@ KIND = "qwen3-moe"
 Weights = dict[str, Any]
 
 
-def _added_tokens(weights: Weights) -> None:
-    weights["model.embed_tokens.weight"][-3:] *= -1
-
-
 def _bad_block(weights: Weights) -> None:
     rows = weights["model.layers.1.self_attn.q_proj.weight"].reshape(-1)
     rows[-1024:] = 0.125
@@ -177,7 +161,6 @@ def _vectors(weights: Weights) -> None:
 
 
 CHANGES: dict[str, Callable[[Weights], None]] = {
-    "rows of added tokens": _added_tokens,
     "a bad block": _bad_block,
     "all rows but the first": _all_rows_but_first,
     "other experts": _another_expert,
@@ -244,8 +227,8 @@ def packed(path: Path, stores: Path, **options: Any) -> tuple[dict[str, bytes], 
 
 @pytest.mark.parametrize(
     ("kind", "edit"),
-    # The same code compares a file and a folder: of a file, two changes are enough.
-    [*(("folder", edit) for edit in CHANGES), ("gguf", "a bad block"), ("gguf", "other experts")],
+    # The same code compares a file and a folder: of a file, one change is enough.
+    [*(("folder", edit) for edit in CHANGES), ("gguf", "a bad block")],
 )
 def test_packed_copy(base: Path, tmp_path: Path, kind: str, edit: str) -> None:
     model, stores = Model(base, tmp_path, kind), tmp_path / "data" / "stores"
@@ -276,22 +259,20 @@ def test_a_file_system_without_locks(
     assert packed(model.path, stores) == (old, [])
 
 
-@pytest.mark.parametrize("edit", ["a bad block", "vectors"])
-def test_resumed_packing(base: Path, tmp_path: Path, edit: str) -> None:
+def test_resumed_packing(base: Path, tmp_path: Path) -> None:
     model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
 
     with closing(open_checkpoint(model.path)) as source:
         stop = _Stop(after="layer-0000.safetensors")
         with pytest.raises(CancelledError):
             cached_store(source, stores, tiler=tile_tensor, progress=stop, cancel=stop.cancel)
-    model.change(CHANGES[edit])
+    model.change(_bad_block)
     new, _ = packed(model.path, stores)
     assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
 
 
-@pytest.mark.parametrize("edit", ["rows of added tokens", "other experts"])
-def test_quantizing_that_goes_on(base: Path, tmp_path: Path, edit: str) -> None:
+def test_quantizing_that_goes_on(base: Path, tmp_path: Path) -> None:
     model, said = Model(base, tmp_path, "folder"), list[str]()
     recipe, out = Recipe("int8-g32", method="rtn"), tmp_path / "out"
     stop = _Stop(after="layer-0000.safetensors")
@@ -303,7 +284,7 @@ def test_quantizing_that_goes_on(base: Path, tmp_path: Path, edit: str) -> None:
             progress=lambda step: stop(step.done, step.total, step.detail),
             cancel=stop.cancel,
         )
-    model.change(CHANGES[edit])
+    model.change(_another_expert)
     quantize_model(model.path, out, recipe, progress=lambda step: said.append(step.detail))
     quantize_model(model.path, tmp_path / "fresh", recipe)
     assert contents(out) == contents(tmp_path / "fresh")
@@ -328,14 +309,6 @@ def _touch(path: Path) -> Path:
     return path
 
 
-def _replace(path: Path) -> Path:
-    """Another inode, of the same contents, size and modification time."""
-    file, other = path / "model.safetensors", path / "other"
-    shutil.copy2(file, other)
-    other.replace(file)
-    return path
-
-
 def _move(path: Path) -> Path:
     """As by ``cp -a`` to another disk."""
     moved = Path(shutil.copytree(path, path.parent / "elsewhere" / path.name))
@@ -352,7 +325,7 @@ def _links(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("same", [_touch, _replace, _move, _links])
+@pytest.mark.parametrize("same", [_touch, _move, _links])
 def test_the_same_contents_are_not_packed_again(
     base: Path, tmp_path: Path, same: Callable[[Path], Path]
 ) -> None:
@@ -363,21 +336,6 @@ def test_the_same_contents_are_not_packed_again(
     assert said
     assert all(line.startswith("comparing ") for line in said)
     assert packed(path, stores)[1] == [], "compared once"
-
-
-def test_a_copy_without_the_record_is_compared(base: Path, tmp_path: Path) -> None:
-    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
-    packed(model.path, stores)
-    (folder,) = stores.glob("published-*/")
-    for edit in (None, "a bad block"):
-        manifest = read_manifest(folder / MANIFEST_NAME)
-        older = replace(manifest, source=replace(manifest.source, stamp=None))
-        (folder / MANIFEST_NAME).write_text(older.to_json())
-        if edit is not None:
-            model.change(CHANGES[edit])
-        new, said = packed(model.path, stores)
-        assert ("announced" in said) is (edit is not None)
-    assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
 
 
 @pytest.mark.usefixtures("given_rates")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +12,12 @@ import pytest
 
 from localrt import system
 from localrt.common.errors import (
-    CancelledError,
     CheckpointError,
     OptionError,
     StorageError,
 )
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store import pack_store, partial_folder
-from localrt.offload.store.writer import StoreWriter
 from localrt.quant.formats.tiled import tile_tensor
 from tests.store.synthetic import SyntheticCheckpoint
 
@@ -120,33 +116,6 @@ def test_resume(
     assert contents(out) == contents(finished)
 
 
-def test_cancel(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:
-    out, cancel = tmp_path / "store", threading.Event()
-    done: list[int] = []
-
-    def progress(count: int, _total: int, _file: str) -> None:
-        done.append(count)
-        if count > 40_000:
-            cancel.set()
-
-    with pytest.raises(CancelledError):
-        pack_store(source, out, tiler=tile_tensor, progress=progress, cancel=cancel)
-    after = done[-1]
-    assert not out.exists()
-    done.clear()
-    cancel.clear()
-    totals: list[int] = []
-    pack_store(
-        source,
-        out,
-        tiler=tile_tensor,
-        progress=lambda count, total, _: (done.append(count), totals.append(total)),
-    )
-    assert done[0] < after < done[-1] == totals[-1]
-    assert done == sorted(done)
-    assert contents(out) == contents(finished)
-
-
 def test_too_little_room(
     source: SyntheticCheckpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,13 +133,3 @@ def test_existing_folders(source: SyntheticCheckpoint, finished: Path, tmp_path:
     with pytest.raises(StorageError, match="in the way and not localrt's"):
         pack_store(source, tmp_path / "store", tiler=tile_tensor)
     assert (foreign / "thesis.txt").read_text("utf-8") == "precious"
-
-
-def test_two_writers(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:
-    out = tmp_path / "store"
-    manifest = replace(open_checkpoint(finished).manifest, units=())  # type: ignore[attr-defined]
-    with (
-        StoreWriter(out, manifest, ()),
-        pytest.raises(StorageError, match="being written by another process"),
-    ):
-        pack_store(source, out, tiler=tile_tensor)

@@ -18,7 +18,6 @@ from localrt.drafts.heads.dflash import BlockDecoder
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from localrt.models.checkpoints import open_checkpoint
-from localrt.models.decoder import FinalNorm
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.device.cuda import CudaGpu
 from localrt.offload.device.gpu import Clock
@@ -28,7 +27,6 @@ from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.driver import Cuda, device_of
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.formats.tiled import tile_tensor
-from localrt.quant.ops.arrays import Features
 from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.source import TreeSize
 from localrt.speculative.tree import TokenTree
@@ -161,15 +159,11 @@ def test_a_step(eagle3: tuple[Path, Path], gpu: Kernels, monkeypatch: pytest.Mon
     assert left[0] == left[1]
 
 
-THERE = {
-    "sliding": ({3}, "bf16"),
-    "full": ({0, 5}, "int8"),
-    "refused": ({3}, "int4"),
-}
+THERE = {"sliding": ({3}, "bf16"), "refused": ({3}, "int4")}
 """Layers on the GPU, and the format of keys and values. An assistant reads those of 3 and of 5."""
 
 
-@pytest.mark.parametrize("case", [pytest.param("full", marks=SLOW), "sliding", "refused"])
+@pytest.mark.parametrize("case", THERE)
 def test_assistant_of_a_split_target(case: str, gpu: Kernels, tmp_path: Path) -> None:
     """It reads the keys and values that attention on the GPU reads, and drafts what an assistant of
     a target in RAM drafts, up to what two processors' roundings change.
@@ -206,8 +200,6 @@ def test_assistant_of_a_split_target(case: str, gpu: Kernels, tmp_path: Path) ->
                     if count > len(session.tokens):
                         session.extend(prompt[len(session.tokens) : count])
                     drafted[place].append(source.propose([*prompt[:count], 5], TreeSize(20, 2)))
-                if place == "split":
-                    check_copies(session, head.readable(session.cache), there)
                 plain, drafts = ids(run(engine, None, max_tokens=LENGTH)), fixed(source, budget=6)
                 assert ids(run(engine, drafts, session=session, max_tokens=LENGTH)) == plain
                 head.close()
@@ -226,54 +218,13 @@ def paths(tree: TokenTree) -> list[list[int]]:
     return found
 
 
-def check_copies(session: Any, keys: Any, there: set[int]) -> None:
-    """In bf16, to the bit: keys lie in tiles of 16 tokens on the host."""
-    count = len(session.tokens)
-    for length in (7, count):
-        keys.follow(session.tokens[:length])
-    copied = sorted(there & {3, 5})
-    assert keys._copied == copied
-    for layer, place in enumerate(copied if keys.kv_format == "bf16" else []):
-        cache, at = session.cache.part(place)
-        (parts,) = cache.parts(at)
-        heads, _, width = parts[0].shape
-        block = keys.take_blocks(0, 1)[0, sum(keys._blocks[:layer]) :][: keys._blocks[layer]]
-        ours, values = np.split(block.view(np.uint16).reshape(heads, -1), 2, 1)
-        tiles = ours.reshape(heads, 16, width, 16).swapaxes(2, 3).reshape(heads, 256, width)
-        for own, wanted in zip((tiles, values.reshape(heads, 256, width)), parts, strict=True):
-            assert np.array_equal(own[:, :count], wanted.bits()[:, :count])
-            assert own[:, :count].any()
-
-
 # -- heads against the reference -------------------------------------------------------------------
 
 
-@SLOW
-@pytest.mark.parametrize("kind", ["qwen3.5", "eagle3"])
-def test_head(kind: str, tmp_path: Path, eagle3: tuple[Path, Path], gpu: Kernels) -> None:
-    """From the same features."""
-    folder, own = eagle3 if kind == "eagle3" else (tmp_path, tmp_path)
-    if kind != "eagle3":
-        TinyBlock(kind, tmp_path)
-    plain, ours = load_ours(folder), load_ours(folder, CudaOps(device="cuda"), context=256)
-    config, head = load_block(own, plain)
-    shape = (len(IDS), len(config.layers) * plain.config.hidden_size)
-    features = Features(config.layers, np.empty(shape, np.float32))
-    plain.forward(Batch.extend([(plain.cache(32), IDS)]), rows=[], features=features)
-    given = FinalNorm(plain)(features.rows) if config.normed else features.rows
-    found = []
-    for decoder in (head, load_block(own, ours)[1]):
-        span = Span(decoder.cache(32), len(IDS) - 1)
-        batch = Batch(np.array(IDS[1:]), np.arange(1, len(IDS)), (span,))
-        found.append(decoder.forward(batch, target_features=given[:-1]))
-    assert relative_error(found[1], found[0]) < 0.03
-
-
-@pytest.mark.parametrize(("rank", "choices"), [pytest.param(0, 0, marks=SLOW), (32, 9)])
-def test_dflash(rank: int, choices: int, tmp_path: Path, gpu: Kernels) -> None:
+def test_dflash(tmp_path: Path, gpu: Kernels) -> None:
     """A block behind the context, whose rows see each other, and what the token before adds."""
     config = save_tiny("llama", tmp_path).config
-    TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size, rank=rank, choices=choices)
+    TinyDFlash(tmp_path / "own", config.hidden_size, config.vocab_size, rank=32, choices=9)
     plain, ours = load_ours(tmp_path), load_ours(tmp_path, CudaOps(device="cuda"), context=256)
     given = np.random.default_rng(1).standard_normal((9, 3 * config.hidden_size), np.float32)
     found = []
@@ -285,11 +236,10 @@ def test_dflash(rank: int, choices: int, tmp_path: Path, gpu: Kernels) -> None:
         span = Span(cache, BLOCK, np.ones((BLOCK, BLOCK), np.bool_))
         batch = Batch(np.array(IDS[:BLOCK]), np.arange(9, 9 + BLOCK), (span,))
         found.append(head.forward(batch))
-        if head.pairs is not None:
-            with head.ops.scope():
-                found[-1] = head.pairs.add(
-                    head.ops, found[-1], IDS[:BLOCK], given[:BLOCK, : config.hidden_size]
-                )
+        assert head.pairs is not None
+        hidden = given[:BLOCK, : config.hidden_size]
+        with head.ops.scope():
+            found[-1] = head.pairs.add(head.ops, found[-1], IDS[:BLOCK], hidden)
     both = np.isfinite(found[0]) & np.isfinite(found[1])  # those chosen by either's roundings
     assert both.sum() > 0.8 * np.isfinite(found[0]).sum()
     assert relative_error(found[1][both], found[0][both]) < 0.03

@@ -7,13 +7,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu import facts, model, timing
-from localrt.common.errors import LocalrtError, MemoryBudgetError
+from benchmarks.gpu import model
+from localrt.common.errors import MemoryBudgetError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
 from localrt.quant.cuda.cuda_memory import CudaCopies
@@ -32,6 +32,7 @@ from tests.driver.inside.conftest import Kernels, hasty
 from tests.driver.standin import Driver
 from tests.offload.placed import needs_kernels
 from tests.planner.models import RATE
+from tests.store.synthetic import SyntheticCheckpoint
 
 
 @pytest.fixture
@@ -73,25 +74,6 @@ def test_replay(gpu: Kernels, index: int) -> None:
     for replay in (*replays, *replays):
         replay()
     assert counted(count) == 4
-
-
-def test_a_body_that_fails(device: Cuda) -> None:
-    """What was begun is given up, and the next one is recorded."""
-    capture, (count, body) = Capture(device), counting(device)
-
-    def fails(cut: object = None) -> None:
-        body()
-        raise ValueError("no")
-
-    def waits(cut: object = None) -> None:
-        count.to_host()
-
-    with pytest.raises(ValueError, match="no"):
-        record(fails, capture)
-    with pytest.raises(LocalrtError, match="stream is capturing"):
-        record(waits, capture)
-    record(body, capture)()
-    assert counted(count) == 1
 
 
 def registered(device: Cuda) -> object:
@@ -261,18 +243,6 @@ def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> Non
     assert not static_of(step).has("b")
 
 
-def test_passes_that_take_longer(recordings: Recordings, cache: KVCache) -> None:
-    """They are counted: the first of a shape, and those that record."""
-    zero, seen = zeros(1, 8, device=device_of("cuda")), list[int]()
-    for _ in range(4):
-        before = device_of("cuda").fresh_passes
-        step = recordings.begin(Batch.extend([(cache, [1])]), [0])
-        if recordings.takes(step, "all", 1):
-            recordings.run(step, Stream(zero), "all", lambda step, x: x)
-        seen.append(device_of("cuda").fresh_passes - before)
-    assert seen == [1, 1, 0, 0]
-
-
 def test_many_shapes(recordings: Recordings, cache: KVCache) -> None:
     rounds = [[recorded(recordings, cache, rows) for rows in range(1, 21)] for _ in range(5)]
     assert not any(rounds[0])
@@ -329,36 +299,11 @@ def test_a_gpu_is_measured(device: Cuda, gpu: Kernels, monkeypatch: pytest.Monke
     assert replace(more, products=RATE.products) == RATE
 
 
-MIB = 1 << 20
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-}
-
-
-def test_facts(device: Cuda) -> None:
-    before = device.allocated_nbytes
-    assert timing.copy_bandwidth(8 * MIB) > 0
-    assert device.allocated_nbytes == before
-    (_, copied), (_, copies), (_, waits) = facts.facts(copied=8 * MIB, runs=3)
-    assert copied["copied_gb_s"] > 0
-    assert copies.keys() == {"gb_s_2_mb", "gb_s_8_mb"}
-    assert len(waits) == 7
-    timing._capture.cache_clear()  # which keeps the GPU
-
-
 @needs_kernels
 @pytest.mark.usefixtures("given_rates", "measured")
 def test_speeds_of_a_model(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model, "config_of", lambda _: TINY)
+    tiny = {**SyntheticCheckpoint(Path("tiny"), inner=64, layers=3).config, "head_dim": 32}
+    monkeypatch.setattr(model, "config_of", lambda _: tiny)
     monkeypatch.delitem(model.WAYS, "from the SSD")  # so small, all is kept
     for name in ("LOCALRT_CACHE", "XDG_DATA_HOME", "LOCALRT_OFFLINE"):
         monkeypatch.setenv(name, "")  # which are put back

@@ -4,11 +4,8 @@ that the stand-in refuses it, and does its work when somebody waits for it.
 
 from __future__ import annotations
 
-import mmap
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,11 +14,10 @@ from cuda.bindings import driver as cuda
 
 from localrt.common.errors import LocalrtError
 from localrt.quant.cuda import driver as calling
-from localrt.quant.cuda import launch as launching
 from localrt.quant.cuda import programs
 from localrt.quant.cuda.device import emulate
-from localrt.quant.cuda.driver import Cuda, device_of
-from localrt.quant.cuda.launch import gpu_file, launch
+from localrt.quant.cuda.driver import device_of
+from localrt.quant.cuda.launch import launch
 from localrt.quant.cuda.programs import Compiled, Program
 from localrt.quant.cuda.steps import _Norm, norm
 from localrt.quant.cuda.tensor import FLOAT32, Tensor, empty, upload, zeros
@@ -110,21 +106,14 @@ def test_what_a_gpu_refuses_is_one_line(gpu: Kernels) -> None:
             launch(x.device, NORM, grid, threads, args)
 
 
-@pytest.mark.parametrize("fault", ["freed", "host", "beyond"])
-def test_addresses_that_are_not_the_gpus(gpu: Kernels, driver: Driver, fault: str) -> None:
+def test_memory_that_was_freed(gpu: Kernels, driver: Driver) -> None:
     """Whoever waits for the kernel hears of it, and whoever comes later."""
     device = device_of("cuda")
     x = zeros(1, 64, device=device)
-    plain = np.frombuffer(mmap.mmap(-1, 4096), np.float32)  # the heap may have low addresses
     args = arguments(x, x, x)
-    if fault == "host":
-        args.x = plain.ctypes.data
-    if fault == "freed":
-        assert x.block is not None
-        x.block.free()
-        device.trim()
-    if fault == "beyond":
-        args.width = 1 << 24
+    assert x.block is not None
+    x.block.free()
+    device.trim()
     launch(device, NORM, (1, 1, 1), 256, args)
     for _ in range(2):
         with pytest.raises(LocalrtError, match="illegal memory access"):
@@ -146,28 +135,3 @@ def test_prepare(compiled: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     normed("cuda")
     normed("cuda")
     assert sorted(compiled) == ["move_bytes", "quantize", "rms_norm"]
-
-
-def test_threads_that_come_first(gpu: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share what is prepared."""
-    begin = Cuda.__init__
-
-    def slowly(device: Cuda, index: int) -> None:
-        time.sleep(0.05)
-        begin(device, index)
-
-    monkeypatch.setattr(Cuda, "__init__", slowly)
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: device_of("cuda:0"), range(4)))
-    assert len(set(map(id, found))) == 1
-
-
-def test_gpu_file(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = device_of("cuda")
-    file = gpu_file(device)
-    assert (file.folder, file.name) == (tmp_path / "cache", "Stand-in GPU")
-    assert file.key[0] == "driver for CUDA 13.0"
-    file.write("rates", {"launch_s": 1.0})
-    assert gpu_file(device).read("rates") == {"launch_s": 1.0}
-    monkeypatch.setattr(launching, "toolchain", lambda: ("12.8", "other sources"))
-    assert gpu_file(device).read("rates") == {}

@@ -4,7 +4,6 @@ queued ahead: the right bytes however late the GPU is, and an end to what goes w
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import CancelledError, LocalrtError, MemoryBudgetError
+from localrt.common.errors import LocalrtError, MemoryBudgetError
 from localrt.common.files import PAGE
 from localrt.models.checkpoints.store.manifest import StoredUnit
 from localrt.offload.device.cuda import CudaGpu
@@ -164,50 +163,6 @@ def test_memory_for_others(device: Cuda) -> None:
     copies.free(memory)
     copies.free(copies.alloc(40 << 20))
     copies.close()
-
-
-@hasty
-def test_passes_take_the_same_memory(device: Cuda, driver: Driver) -> None:
-    """What has ended is taken again at once, by work that comes after it."""
-    addresses = list[int]()
-    for value in range(3):
-        held = empty(1000, dtype=INT64, device=device)
-        held.put(np.full(1000, value, np.int64))
-        addresses.append(held.address)
-        other = read(held)
-        del held
-        again = empty(1000, dtype=INT64, device=device).put(np.full(1000, 9, np.int64))
-        assert seen(other) == {value}
-        assert seen(again) == {9}
-        del other, again
-    assert len(set(addresses)) == 1
-    assert device.allocated_nbytes == SLAB
-
-
-def test_pinned_ram_that_the_system_refuses(device: Cuda, driver: Driver) -> None:
-    """Which is not the GPU's memory."""
-    driver.set(pinned=1000)
-    with pytest.raises(MemoryBudgetError, match="pins no more RAM"):
-        device.pinned((2000,), np.uint8)
-
-
-def test_streams_end_with_whom_they_are_for(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs load one model after another."""
-    made, new_stream = list[Any](), Cuda.new_stream
-
-    def noted(device: Cuda, owner: object) -> Any:
-        made.append(new_stream(device, owner))
-        return made[-1]
-
-    monkeypatch.setattr(Cuda, "new_stream", noted)
-    copies = CudaCopies()
-    assert made
-    copies.close()
-    del copies
-    gc.collect()
-    for stream in made:
-        with pytest.raises(LocalrtError, match="invalid resource handle"):
-            device.synchronize(stream)
 
 
 @hasty
@@ -378,17 +333,3 @@ def test_refused_copy(gpu: Kernels, from_disk: frozenset[int]) -> None:
             memory = copies.acquire(unit.name)
             assert (read(memory).to_host() == content(unit)).all()
             copies.release(unit.name)
-
-
-def test_cancelled_pass_takes_nothing(gpu: Kernels) -> None:
-    units = make_units([2, 2])
-    with copying(FakeSource(), units, from_disk=frozenset({1})) as (card, _, copies):
-
-        def given_up() -> None:
-            raise CancelledError("given up")
-
-        for unit in units:
-            with pytest.raises(CancelledError):
-                copies.acquire(unit.name, given_up)
-            copies.acquire(unit.name)
-            copies.release(unit.name, card.record())

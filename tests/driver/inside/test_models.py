@@ -5,11 +5,10 @@ CPU's own kernels give, which round in other places.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -179,6 +178,7 @@ def test_any_placement_of_a_mixture(
     assert near(seen[0][-len(last) :], last)
 
 
+@SLOW
 def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
     """The ring's bytes are experts' slots there: nothing could be copied through it."""
     names = [unit.name for unit in mixture.store.manifest.units]
@@ -192,15 +192,13 @@ def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
             talk(decoder)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=SLOW) for n in ("qwen3.5", "nemotron-h", "kimi-linear")]
-)
+@SLOW
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "gemma4"])
 def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
-    """The first layer's in RAM, the others' on the GPU."""
+    """The first layer's in RAM, the others' on the GPU: states, and keys that later layers read."""
     with closing(Model(pack_tiny(name, tmp_path))) as model:
-        names = [unit.name for unit in model.store.manifest.units]
-        there = [name for name in names if name.startswith(("layers.1", "layers.2"))]
-        where = {name: Where.VRAM for name in there if "expert" not in name}
+        there = [unit for unit in passing(model.store) if not unit.startswith("layers.0.")]
+        where = {unit: Where.VRAM for unit in there if "expert" not in unit}
         seen = []
         for device in (AT_ONCE, "cuda"):
             with on_gpu(model, where, make=made(device), expert_costs=COSTS) as decoder:
@@ -210,58 +208,6 @@ def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
         cache = model.resident.cache(64)
         assert near(seen[0], [extend(model.resident, cache, part) for part in parts])
     assert_same(*seen)
-
-
-@SLOW
-@pytest.mark.parametrize("name", ["gemma4", "gemma4-unified"])
-def test_shared_keys_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
-    """The last layers read keys of two before them, which are on the GPU as well; inputs of layers
-    are moved there.
-    """
-    with closing(Model(pack_tiny(name, tmp_path))) as model:
-        units = passing(model.store)
-        where = {n: Where.LINK if n.endswith("mlp") else Where.VRAM for n in units}
-        where |= {n: Where.RAM for n in units if n.startswith("layers.0.")}
-        seen = []
-        for device in (AT_ONCE, "cuda"):
-            with on_gpu(model, where, slack=(2, 2), make=made(device)) as decoder:
-                cache = decoder.cache(64)
-                parts = (tokens(20), [1], tokens(2, seed=3), [5], [6])
-                seen.append([extend(decoder, cache, part) for part in parts])
-        cache = model.resident.cache(64)
-        assert near(seen[0], [extend(model.resident, cache, part) for part in parts])
-    assert_same(*seen)
-
-
-def test_long_passes(mixture: Model, gpu: Kernels) -> None:
-    """Experts are copied ahead, each layer's while the one before it is computed."""
-    where, seen = places(mixture, 0.3), []
-    placement = replace(place_on_gpu(mixture.store, where), gpu_rows=LEAST_GPU_ROWS)
-    for device in (AT_ONCE, "cuda"):
-        options: dict[str, Any] = {"make": made(device), "placement": placement}
-        with on_gpu(mixture, where, expert_costs=COSTS, **options) as decoder:
-            wait_for(partial(all_in_ram, decoder))
-            cache, text = decoder.cache(200), tokens(2 * LEAST_GPU_ROWS)
-            halves = text[:LEAST_GPU_ROWS], text[LEAST_GPU_ROWS:]
-            seen.append([extend(decoder, cache, half) for half in halves])
-    assert_same(*seen)
-
-
-def test_two_gpus(small: Model, gpu: Kernels, driver: Driver) -> None:
-    """A small on each, whose passes take turns in one thread, recorded and not."""
-    where, text = by_turns(small), tokens(6)
-    seen = list[list[np.ndarray]]()
-    with ExitStack() as held:
-        decoders = [
-            held.enter_context(on_gpu(small, where, slack=(2, 2), make=made(device)))
-            for device in (AT_ONCE, "cuda:1", "cuda:0")
-        ]
-        caches = [decoder.cache(40) for decoder in decoders]
-        for token in text:
-            parts = zip(decoders, caches, strict=True)
-            seen.append([extend(decoder, cache, [token]) for decoder, cache in parts])
-    for one, *others in seen:
-        assert all(np.array_equal(one, other) for other in others)
 
 
 @pytest.mark.parametrize("format_", ["FP8", pytest.param("plain", marks=SLOW)])
@@ -284,12 +230,6 @@ def test_experts_that_no_kernel_reads(format_: str, gpu: Kernels, tmp_path: Path
             assert near(answer(decoder), answer(model.resident))
             counts, slots = decoder.weights.counts(), stages(decoder).slots
             assert 0 < counts.expert_hits < counts.expert_uses
-            keys = slots.cache.keys()
-            held = [slots.cache.slot(*key) for key in keys]
-            copies = [slot.made[1] for slot in held if slot is not None and slot.made is not None]
-            assert len(copies) == len(held) > 0
-            nbytes = {each.gate_up.nbytes + each.down.nbytes for each in copies}
-            assert nbytes == {experts[0].unpacked}
             each = max(unit.nbytes for unit in experts) + experts[0].unpacked
             assert slots.slot_nbytes == each
             used = gpu_of(decoder).used

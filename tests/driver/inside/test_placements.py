@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from localrt.models.decoder import Decoder
 from localrt.offload.device.gpu import SLABS
-from localrt.offload.experts import memory as expert_memory
 from localrt.offload.experts.cache import ExpertCosts
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from tests.driver.inside.conftest import (
@@ -204,14 +203,3 @@ def test_few_registrations(many: Model) -> None:
         assert 0 < memory.nbytes < whole // 10
         assert_same(conversation(placed), want)
     assert not gpu.pinned
-
-
-def test_layers_whose_experts_differ_in_size(
-    mixture: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_memory, "size_classes", lambda units: [[0, 2], [1]])
-    want = conversation(mixture.resident)
-    with on_gpu(mixture, places(mixture, 0.3, ssd=0.3), expert_costs=COSTS) as placed:
-        assert len(stages(placed).memory.pools) > 1
-        assert_same(conversation(placed), want)
-        assert_same(conversation(placed), want)

@@ -148,7 +148,7 @@ def test_caches_grow_without_recording_again(coded: Model, gpu: Kernels) -> None
     def talk(decoder: Decoder) -> list[np.ndarray]:
         cache = decoder.cache(4096)
         seen, recorded = decode(decoder, cache, 2), gpu.launches.count("record")
-        for length in range(255, 4096, 320):
+        for length in range(255, 4096, 640):
             decoder.weights.reserve(cache, length)
             cache.advance(length - cache.length)
             seen += decode(decoder, cache, 1)
@@ -350,9 +350,8 @@ def test_a_pass_is_one_launch(small: Model, gpu: Kernels) -> None:
     assert launches() == ["replay"]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("nemotron-h", marks=pytest.mark.slow), "deepseek-v2-dense"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nemotron-h", "deepseek-v2-dense"])
 def test_states_and_latents(name: str, gpu: Kernels, tmp_path: Path) -> None:
     with closing(Model(pack_tiny(name, tmp_path))) as model:
         ops = CudaOps(device="cuda")
@@ -362,25 +361,6 @@ def test_states_and_latents(name: str, gpu: Kernels, tmp_path: Path) -> None:
         seen = chat(decoder, ops.graphed(decoder.forward), turns, [0, 0, 0], together=True)
     assert all(map(np.array_equal, seen, wanted))
     assert gpu.launches.count("replay") > 3
-
-
-def test_streamed_segments(small: Model, gpu: Kernels) -> None:
-    """Each is one launch, of all chats."""
-    names, chats = passing(small.store), 3
-    where = dict.fromkeys(names, Where.VRAM)
-    where[names[1]], where[names[3]] = Where.RAM, Where.LINK
-    turns = [[(which, False) for which in range(chats)]] * 4
-
-    def run(device: str, together: bool) -> list[np.ndarray]:
-        gpu.launches.clear()
-        with on_gpu(small, where, slack=(2, 2), make=made(device)) as decoder:
-            return chat(decoder, decoder.forward, turns, [0] * chats, together=together)
-
-    wanted = run(AT_ONCE, together=False)
-    seen = run("cuda", together=True)
-    assert all(map(np.array_equal, seen, wanted))
-    assert gpu.launches.count("record") == 4  # one of each, and the head
-    assert gpu.launches.count("replay") == 12
 
 
 # -- the best logits alone -------------------------------------------------------------------------

@@ -8,17 +8,14 @@ from contextlib import AbstractContextManager, closing
 import numpy as np
 import pytest
 
-from localrt.common.errors import CancelledError
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
-from localrt.quant.ops.adapters import Adapter, LowRank
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import AT_ONCE, Kernels, made, on_gpu
 from tests.offload.placed import (
     Model,
     assert_same,
-    cancel_after,
     extend,
     needs_kernels,
     pack_synthetic,
@@ -109,7 +106,7 @@ def assert_close(ours: list[np.ndarray], theirs: list[np.ndarray]) -> None:
 @pytest.mark.parametrize(
     "split",
     [
-        {0: (0.01, 0.0), 2: (0.98, 0.0)},
+        pytest.param({0: (0.01, 0.0), 2: (0.98, 0.0)}, marks=pytest.mark.slow),
         {0: THIRDS, 1: MOST, 2: HALVES},
     ],
     ids=["least and most", "all kinds"],
@@ -128,6 +125,7 @@ def test_recorded_as_step_by_step(model: Model, split: dict[int, Shares], gpu: K
         assert_close(wanted, talk(whole))
 
 
+@pytest.mark.slow
 def test_long_passes_are_the_gpus(model: Model, gpu: Kernels) -> None:
     """To the bit: in them every row is the GPU's, as where all of the model is there."""
     prompt = tokens(LEAST_GPU_ROWS + 20)
@@ -144,51 +142,3 @@ def test_long_passes_are_the_gpus(model: Model, gpu: Kernels) -> None:
                 assert few.shape == (1, 300)
     for each in seen[:-1]:
         assert_same(each, seen[-1])
-
-
-def test_cancelled(model: Model, gpu: Kernels) -> None:
-    """At any part of a pass: the next one has the tokens that it would have had."""
-    plan = placement(model, {0: HALVES, 1: THIRDS, 2: THIRDS})
-    with opened(model, plan) as decoder:
-        cache = decoder.cache(60)
-        for token in tokens(3):
-            extend(decoder, cache, [token])
-        wanted = extend(decoder, cache, [9])
-        for calls in range(1, 6):
-            cache.trim(3)
-            with pytest.raises(CancelledError):
-                decoder.forward(Batch.extend([(cache, [9])]), check=cancel_after(calls))
-            assert cache.length == 3
-            assert_same([extend(decoder, cache, [9])], [wanted])
-
-
-def test_adapters(model: Model, gpu: Kernels) -> None:
-    """Each processor adds the changes of its rows, in short passes and long ones."""
-    rng = np.random.default_rng(0)
-
-    def part(rows: int, columns: int) -> LowRank:
-        a, b = rng.normal(0, 1, (4, columns)), rng.normal(0, 1, (rows, 4))
-        return LowRank(a.astype(np.float32), b.astype(np.float32))
-
-    shapes = {n: i.shape for n, i in model.store.tensors.items() if ".mlp." in n}
-    changes = {n: part(s[0], s[1]) for n, s in shapes.items()}
-    seen = []
-    for split in ({0: HALVES, 1: THIRDS, 2: THIRDS}, {}):
-        plan = placement(model, split, crossing=LEAST_GPU_ROWS if split else 0)
-        with opened(model, plan) as decoder:
-            for ops in decoder.weights.implementations:
-                table = ops.adapters
-                assert table is not None
-                table.add(table.packed(Adapter("key", changes)))
-            plain, changed, long = (decoder.cache(100) for _ in range(3))
-            changed.mix = long.mix = (("key", 1.0),)
-            few = [(plain, tokens(3)), (changed, tokens(3))]
-            rows = [decoder.forward(Batch.extend(few)), extend(decoder, changed, [7])]
-            rows.append(extend(decoder, long, tokens(LEAST_GPU_ROWS + 4), [3]))
-            seen.append(rows)
-            for ops in decoder.weights.implementations:
-                assert ops.adapters is not None
-                ops.adapters.remove("key")
-    assert_close(*seen)
-    assert np.abs(seen[0][0][:3] - seen[0][0][3:]).max() > 0.3 * np.abs(seen[0][0]).max()
-    assert_same(seen[0][2:], seen[1][2:])

@@ -111,7 +111,7 @@ Context contexts[DEVICES];
 bool begun = false;
 size_t memory_ = size_t(8) << 30, pinnable = SIZE_MAX, pinned = 0;
 std::minstd_rand random_{1};
-bool hasty = false, idle = false;
+bool hasty = false;
 int run_ = 0;
 std::set<void*> streams, events, modules, functions, graphs, execs;
 std::map<char*, Block> blocks;   // of the GPUs

@@ -69,7 +69,7 @@ API cuGraphLaunch(void* handle, void* where) {
     const auto& exec = *(Exec*)handle;
     if (exec.context != current) return INVALID_CONTEXT;
     if (stream->capture) return stream->capture->invalid = true, NOT_SUPPORTED;
-    const bool waits = !idle && std::any_of(exec.nodes->begin(), exec.nodes->end(), [](const Node& each) { return each.waits; });
+    const bool waits = std::any_of(exec.nodes->begin(), exec.nodes->end(), [](const Node& each) { return each.waits; });
     TRY(submit(*stream, [nodes = exec.nodes] {
         std::vector<int> left(nodes->size());
         std::vector<bool> done(nodes->size());

@@ -94,9 +94,6 @@ API standin_set(size_t memory, size_t most_pinned, unsigned seed) {
     return OK;
 }
 
-// From now on kernels compute nothing: for tests of when they run.
-API standin_idle(int yes) { return idle = yes, OK; }
-
 // The GPUs are empty again: what another test has left in them, and frees late, does not count.
 API standin_begin() {
     LOCK;

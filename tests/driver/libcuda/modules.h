@@ -37,7 +37,6 @@ Result run_kernel(const Function& function, const std::vector<uint64_t>& args, c
             return ILLEGAL_ADDRESS;
     }
     if (!function.run) return NO_BINARY;
-    if (idle) return OK;
     using Emulate = void (*)(void (*)(const void*), const void*, const unsigned*, unsigned, unsigned);
     static const auto emulate = (Emulate)dlsym(RTLD_DEFAULT, "emulate");
     static const auto emulated_fault = (void (*)())dlsym(RTLD_DEFAULT, "emulated_fault");

@@ -48,7 +48,10 @@ def taken(program: Program) -> tuple[int, int]:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["q8_0", "int4-g32", "q4_k", "q6_k", "nvfp4"])
+@pytest.mark.parametrize(
+    "name",
+    ["int4-g32", "q6_k", *(pytest.param(n, marks=SLOW) for n in ("q8_0", "q4_k", "nvfp4"))],
+)
 def test_registers(name: str) -> None:
     """Two blocks fit a processor, but for six bits at one row; nothing is spilled."""
     for program, most in (
@@ -131,12 +134,12 @@ def recurrent() -> Iterable[Program]:
     yield from recurrent_programs(conv, records=(1, 0))
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("target", "programs"),
     [
-        (75, products),
-        *(pytest.param(75, programs, marks=SLOW) for programs in (attention, steps, recurrent)),
-        *(pytest.param(120, programs, marks=SLOW) for programs in (attention, products)),
+        *((75, programs) for programs in (products, attention, steps, recurrent)),
+        *((120, programs) for programs in (attention, products)),
     ],
 )
 def test_other_generations(target: int, programs: Callable[[], Iterable[Program]]) -> None:

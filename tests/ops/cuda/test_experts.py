@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.common.errors import OptionError
 from localrt.quant.cuda.ops import CudaOps
 from localrt.quant.cuda.routing import CudaRouting, choose
 from localrt.quant.cuda.stream import Stream
@@ -19,7 +18,7 @@ from localrt.quant.formats import PackedTensor, unpack
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights, Routing
-from localrt.quant.reference.experts import combined, route
+from localrt.quant.reference.experts import route
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, back, there
 from tests.ops.oracles import gated
@@ -210,37 +209,6 @@ def test_experts_of_several_kinds(ops: CudaOps) -> None:
     assert torch.equal(back(slots), got)
 
 
-def test_an_expert_that_came_back_elsewhere(ops: CudaOps) -> None:
-    """Slots of a pool: what a table holds lies where it was last put, in its own format."""
-    first, other = (
-        Expert(ops, (name, name), 64, 32, seed=n) for n, name in enumerate(("q4_0", "mxfp4"))
-    )
-    table, routing = ops.expert_table(1), routed(2, count=1, used=1)
-    x = inputs(2, 64)
-    rows = there(x)
-    for expert in (first, other, first):
-        table.put(0, expert.weights)
-        slots = ops.expert_slots(rows, routing)
-        ops.run_experts(rows, routing, table, ExpertSpec(), slots)
-        assert error(back(slots), [expert], x, routing, ExpertSpec()) < CLOSE
-        table.drop(0)
-    with pytest.raises(AssertionError, match="not in the table"):
-        ops.run_experts(rows, routing, table, ExpertSpec(), slots)
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_slots_are_summed_in_their_order(ops: CudaOps, shared: bool) -> None:
-    routing = routed(5)
-    slots = torch.randn(5 * USED, 1100)
-    extra = torch.randn(5, 1100) if shared else None
-    plain = combined(slots, routing, extra)
-    added = None if extra is None else there(extra)
-    assert torch.equal(back(ops.combine_experts(there(slots), routing, added)), plain)
-    added = None if extra is None else there(extra)
-    unweighted = ops.combine_experts(there(slots), routing, added, weighted=False)
-    assert torch.equal(back(unweighted), combined(slots, routing, extra, weighted=False))
-
-
 @pytest.mark.parametrize("rows", [3, pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("biased", [False, True])
 def test_routing_is_that_of_float32(ops: CudaOps, rows: int, biased: bool) -> None:
@@ -262,12 +230,6 @@ def test_routing_is_that_of_float32(ops: CudaOps, rows: int, biased: bool) -> No
     wanted = route(logits.float(), choice, spec)
     np.testing.assert_array_equal(routing.chosen, wanted.chosen)
     np.testing.assert_allclose(routing.weights, wanted.weights, rtol=1e-5)
-
-
-def test_more_experts_than_a_gpu_chooses_among_are_refused(ops: CudaOps) -> None:
-    ops.expert_table(1024)
-    with pytest.raises(OptionError, match=r"1024 experts of a layer at most, and this has 1025"):
-        ops.expert_table(1025)
 
 
 # -- routing ---------------------------------------------------------------------------------------

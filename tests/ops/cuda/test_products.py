@@ -4,7 +4,6 @@ the changes of adapters.
 
 from __future__ import annotations
 
-from ctypes import Array
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 
 from localrt.common.errors import MemoryBudgetError
 from localrt.quant.cuda import cublas, launch
-from localrt.quant.cuda.adapters import Change, adapted_products, add_low_rank
 from localrt.quant.cuda.formats import TYPES
-from localrt.quant.cuda.launch import LaunchShape, pointers
+from localrt.quant.cuda.launch import LaunchShape
 from localrt.quant.cuda.linear import linear
 from localrt.quant.cuda.products import (
     MOST_ROWS,
@@ -33,7 +31,7 @@ from localrt.quant.formats import FORMATS, unpack
 from localrt.quant.formats.tiled import TiledTensor, tile, tile_span, tile_tensor
 from localrt.quant.ops.experts import ExpertSpec
 from tests.ops.cuda.emulator import Emulator
-from tests.ops.cuda.target import DEVICE, back, by_torch, random, there, tiles_of
+from tests.ops.cuda.target import DEVICE, by_torch, random, there, tiles_of
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
 
@@ -106,12 +104,6 @@ def test_records_are_within_half_a_step(emulator: Emulator, fine: bool, steps: i
 
 
 # -- packed weights --------------------------------------------------------------------------------
-
-
-def test_every_packed_format_has_a_kernel() -> None:
-    # E4M3 codes are no whole numbers
-    whole = ["f32", "f16", "bf16", "e4m3-g128", "e4m3-g64", "e4m3-g32", "f8_e4m3"]
-    assert [name for name in FORMATS if name not in TYPES] == whole
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -198,28 +190,6 @@ def test_gates(emulator: Emulator, gate: Any, rows: int) -> None:
         assert error(run(x, weight, division=division, gate=gate), wanted) < 1e-5
 
 
-def test_bias(emulator: Emulator) -> None:
-    weight, x = matrix("nvfp4", 40, 256), quantized(random(2, 256))
-    wide, bias = there(torch.zeros(2, 100)), torch.randn(40)
-    product(x, weight, wide[:, 30:70], bias=there(bias))
-    out = wide.to_host()
-    assert error(out[:, 30:70], values_of(x) @ weight.values.T + bias.numpy()) < 1e-6
-    assert not out[:, :30].any()
-    assert not out[:, 70:].any()
-
-
-def test_a_matrix_for_each_head(emulator: Emulator) -> None:
-    weight, x = matrix("q8_0", 96, 64), there(torch.randn(3, 70, 64))
-    few, out = (there(torch.zeros(3, rows, 32, dtype=torch.bfloat16)) for rows in (5, 70))
-    product(quantize(x[:, :5]), weight, few)
-    product(quantize(x), weight, out)
-    assert torch.equal(back(out)[:, :5], back(few))
-    heads = weight.values.reshape(3, 32, 64)
-    for head in range(3):
-        wanted = values_of(quantize(x[head])) @ heads[head].T
-        assert error(out.to_host()[head], wanted) < 5e-3
-
-
 def test_extreme_scales() -> None:
     """Exponent 0 of MXFP4, subnormal scales of NVFP4, and a scale of zero."""
     mx = random_tensor("mxfp4", 16, 64)
@@ -285,21 +255,6 @@ def test_joined_matrices() -> None:
     assert error(out.to_host(), quantize(x).values()[0] @ values.T) < 1e-6
 
 
-@pytest.mark.parametrize(
-    ("rotations", "rows", "message"),
-    [
-        ((0, 32), 32, "share their input's rotation"),
-        ((32, 32), 16, "more rows than the matrix has"),
-        ((32, 32), 48, "blocks hold 32 rows, the matrix has 48"),
-    ],
-)
-def test_blocks_that_do_not_fit(rotations: tuple[int, int], rows: int, message: str) -> None:
-    packed = random_tensor("q4_0", 16, 64)
-    blocks = [tile_tensor(packed, hadamard=rotation) for rotation in rotations]
-    with pytest.raises(ValueError, match=message):
-        build_weight((rows, 64), iter(blocks), DEVICE)
-
-
 def test_no_memory_for_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
@@ -327,42 +282,3 @@ def test_tiles_of_e4m3_become_bf16(name: str) -> None:
 
 
 # -- adapters --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("form", ["bf16", "records", "fine"])
-def test_low_rank_changes(form: str, out: torch.dtype) -> None:
-    torch.manual_seed(0)
-    columns, width, ranks = 96, 300, (3, 40)
-    x = torch.randn(4, columns).bfloat16()
-    records = None if form == "bf16" else quantize(there(x), fine=form == "fine")
-    seen = x.float() if records is None else torch.from_numpy(records.values()[0]).float()
-    y, bias = torch.randn(4, width).to(out), torch.randn(width)
-    alone = y.clone()
-    a = [torch.randn(rank, columns).bfloat16() for rank in ranks]
-    b = [torch.randn(rows, rank).bfloat16() for rows, rank in ((300, 3), (20, 40))]
-    factors = torch.rand(300)
-    held = [there(each) for each in (a[0], b[0], factors, a[1], b[1])]
-    # Two parts of the matrix, and two adapters, each of which changes one part.
-    own, more = pointers(*held[:3]), pointers(*held[3:])
-    changes = (Change * 4)(
-        Change(), Change(*own, 3, 300, 0), Change(*more, None, 40, 20, 270), Change()
-    )
-    places = torch.tensor([-1, 1, 0, 0], dtype=torch.int32)
-    wanted = y.float().clone()
-    wanted[1] = (wanted[1] - bias) * factors + bias + b[0].float() @ (a[0].float() @ seen[1])
-    wanted[2:, 270:290] += seen[2:] @ a[1].float().T @ b[1].float().T
-
-    def change(array: Array[Change], places: torch.Tensor, y: torch.Tensor) -> None:
-        numbers = torch.frombuffer(bytearray(array), dtype=torch.uint8)
-        made = by_torch(adapted_products)(numbers, places, records or x, parts=2, rank=40)
-        by_torch(add_low_rank)(made, y, bias, fine=form == "fine")
-
-    change(changes, places, y)
-    close = {"rtol": 1e-2, "atol": 1e-1} if out == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-3}
-    torch.testing.assert_close(y.float(), wanted, **close)
-    for row in range(1, 4):  # a row at a time, to the same bits
-        few, one = (Change * 4)(*changes), torch.full_like(places, -1)
-        few[2 if row == 1 else 1], one[row] = Change(), places[row]
-        change(few, one, alone)
-    assert torch.equal(alone, y)

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from localrt.quant.cuda import attention
 from localrt.quant.cuda.kv import BlockedCache, SpanNumbers, SpanTable, one_span, widest_mask
 from localrt.quant.cuda.tensor import BFLOAT16, UINT8, upload
-from localrt.quant.ops.kv import held_blocks
-from localrt.quant.ops.kv_formats import BLOCK_TOKENS, KvFormat
+from localrt.quant.ops.kv_formats import KvFormat
 from localrt.quant.ops.protocol import Span
 from tests.ops.cuda.emulator import Emulator
 from tests.ops.cuda.target import DEVICE, back, by_torch, cache_of, random, there
@@ -156,30 +155,17 @@ def test_several_sequences(
     assert all(torch.equal(row, got[rows - 1]) for row in got[rows:])
 
 
-FEW, TREES = ["attention", "attention_join"], ["attention", "attention", "attention_join"]
-
-
-@pytest.mark.parametrize(
-    ("last", "launches"),
-    [
-        ((Sequence(300, 66), Sequence(255, 3)), [*FEW, "attention", *FEW]),
-        # A tree's rows are few, however many: 64 at a time.
-        ((Sequence(250, 66, (-1, *range(64), 3)),), [*TREES, "attention", *TREES, *TREES]),
-    ],
-)
-def test_many_and_few_rows(
-    emulator: Emulator, last: tuple[Sequence, ...], launches: list[str]
-) -> None:
+# A tree's rows are few, however many: 64 at a time.
+@pytest.mark.parametrize("last", [Sequence(255, 3), Sequence(250, 66, (-1, *range(64), 3))])
+def test_many_and_few_rows(emulator: Emulator, last: Sequence) -> None:
     """Those of prompts have a launch of their own."""
-    chosen = [Sequence(10, 2), Sequence(30, 70), *last]
+    chosen = [Sequence(10, 2), Sequence(30, 70), last]
     caches = [filled((GROUPS, SIZE, SIZE), BFLOAT16, each, n) for n, each in enumerate(chosen)]
     spans = [each.span(cache) for each, cache in zip(chosen, caches, strict=True)]
     q = random(sum(each.rows for each in chosen), HEADS, SIZE).bfloat16()
     positions = torch.cat([each.positions() for each in chosen])
     options: dict[str, Any] = {"scale": 0.2, "window": None, "softcap": None}
     got = attend(q, of_all(spans, 0, 0), caches[0].layers[0], positions, **options)
-    names = [program.name for program in emulator.launches]
-    assert names == launches
     first = 0
     for each, span, cache in zip(chosen, spans, caches, strict=True):
         part = slice(first, first + each.rows)
@@ -290,35 +276,6 @@ def fill(cache: BlockedCache) -> list[list[torch.Tensor]]:
     return [contents(cache, layer) for layer in range(len(SHAPES))]
 
 
-def test_growth(cache: BlockedCache) -> None:
-    cache.reserve(300)
-    before, addresses = fill(cache), cache.addresses.copy()
-    assert len(addresses) == 2
-    assert cache.nbytes == 2 * cache.block_bytes
-    cache.reserve(1000)
-    assert cache.allocated == 4 * BLOCK_TOKENS
-    assert np.array_equal(cache.addresses[:2], addresses)
-    for layer, parts in enumerate(before):
-        for now, was in zip(contents(cache, layer), parts, strict=True):
-            assert torch.equal(now[:, :512], was)
-            assert not now[:, 512:].any()
-
-
-def test_saved_blocks(cache: BlockedCache) -> None:
-    cache.reserve(600)
-    before = fill(cache)
-    saved = cache.take_blocks(0, 3)
-    assert saved.shape == (3, cache.block_bytes)
-    again = BlockedCache(SHAPES, 1000, BFLOAT16, DEVICE)
-    again.reserve(600)
-    again.fill_blocks(0, 3, held_blocks(saved))
-    assert again.restore(600, ()) == again.length == 600
-    assert again.kv_layout == cache.kv_layout
-    for layer, parts in enumerate(before):
-        for now, was in zip(contents(again, layer), parts, strict=True):
-            assert torch.equal(now, was)
-
-
 @pytest.mark.parametrize(
     ("first", "rows"),
     [(10, [0, 2, 5]), (250, [0, 1, 5, 6, 7, 9]), (254, [1, 300]), (250, list(range(1, 20)))],
@@ -334,15 +291,3 @@ def test_selected_rows(cache: BlockedCache, first: int, rows: list[int]) -> None
         for now, was in zip(contents(cache, layer), parts, strict=True):
             assert torch.equal(now[:, :first], was[:, :first])
             assert torch.equal(now[:, first : cache.length], was[:, [first + row for row in rows]])
-
-
-def test_room_of_recorded_passes(cache: BlockedCache) -> None:
-    long = BlockedCache([(1, 8, 8)], 100_000, BFLOAT16, DEVICE)
-    cache.reserve(1)
-    assert cache.room == 4  # there will not be more
-    rooms = list[int]()
-    for length in range(256, 20_000, 256):
-        long.reserve(length)
-        rooms.append(long.room)
-        assert long.room >= len(long.addresses)
-    assert sorted(set(rooms)) == [16, 32, 64, 128]
