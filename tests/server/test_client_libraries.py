@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from localrt.client.model import connect
 from localrt.common.progress import Progress
 from localrt.hub import ResolvedModel
 from localrt.server import ollama_models
@@ -163,18 +162,6 @@ def test_item_references(openai: Any) -> None:
     references = [{"type": "item_reference", "id": id} for id in ("msg_hi", first.output[0].id)]
     assert create(input=[*references, why], **RESPONSE).output_text == second.output_text
     assert create(input=[{"id": "msg_hi"}], **RESPONSE).output_text == first.output_text
-
-
-def test_reasoning_item(thinker: Running) -> None:
-    responses = client_of("openai", thinker.url).responses
-    fields: dict[str, Any] = {"model": thinker.name, "input": "hi", "max_output_tokens": 30}
-    got = responses.create(reasoning={"effort": "low"}, **fields)
-    assert [item.type for item in got.output] == ["reasoning"]
-    assert got.output[0].content[0].text
-    assert got.usage.output_tokens_details.reasoning_tokens == 30
-    with responses.stream(reasoning={"effort": "low"}, **fields) as stream:
-        kinds = {event.type for event in stream}
-    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
 
 
 RED = colours("red")
@@ -394,9 +381,3 @@ def test_thinking_limits(thinker: Running) -> None:
         status, got, _ = thinker.chat(**fields)
         assert status == 200, got
         assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
-    with connect(thinker.url) as remote:
-        chat = remote.chat(thinking_tokens=5)
-        assert chat.send("hi").metrics.thinking_tokens == 5
-        chat.set(thinking="off", thinking_tokens=None)
-        assert chat.send("hi").metrics.thinking_tokens == 0
-        chat.close()

@@ -256,7 +256,6 @@ CHOICES: list[tuple[str, Any, Any, str, str]] = [
     ("CHAT", FG, "any", "required", "fg"),
     ("CHAT", FG, block("any"), "required", "fg"),
     ("CHAT", FG, {"type": "function", "function": {"name": "f"}}, "f", "fg"),
-    ("CHAT", FG, {"type": "function", "name": "f"}, "f", "fg"),
     (
         "CHAT",
         FG,
@@ -264,14 +263,6 @@ CHOICES: list[tuple[str, Any, Any, str, str]] = [
         "required",
         "f",
     ),
-    (
-        "RESPONSES",
-        [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}],
-        block("allowed_tools", mode="auto", tools=[{"type": "function", "name": "g"}]),
-        "auto",
-        "g",
-    ),
-    ("RESPONSES", [block("local_shell")], block("local_shell"), "local_shell", ""),
     ("RESPONSES", [block("web_search")], "required", "auto", ""),
     # Claude Code's web search asks for a tool of Anthropic's server.
     (

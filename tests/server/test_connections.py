@@ -165,13 +165,6 @@ def test_heads_that_do_not_come(model: Any, monkeypatch: pytest.MonkeyPatch, sen
         assert served.request("GET", "/health")[0] == 200
 
 
-def test_time_of_a_head_ends_with_it(model: Any) -> None:
-    """A body, or an answer, may take longer."""
-    with serving(model) as served, connected(served.port, UNFINISHED):
-        connections = served.server.server_state.connections
-        wait_for(lambda: [one.timeout_keep_alive_task for one in tuple(connections)] == [None])
-
-
 # -- bodies that nobody reads ----------------------------------------------------------------------
 
 

@@ -64,17 +64,6 @@ def test_list(talking: Running, file: Path) -> None:
     assert talking.request("GET", path)[0] == 404
 
 
-def test_pages_of_items(talking: Running, file: Path) -> None:
-    with History(file) as history:
-        kept = history.new(model="")
-        ids = [str(kept.add("user", str(number)).id) for number in range(5)]
-    path = f"/v1/conversations/{kept.id}/items"
-    last = ok(talking.request("GET", f"{path}?limit=2"))
-    assert ([item["id"] for item in last["data"]], last["more"]) == (ids[3:], True)
-    first = ok(talking.request("GET", f"{path}?limit=3&before={ids[3]}"))
-    assert ([item["id"] for item in first["data"]], first["more"]) == (ids[:3], False)
-
-
 def test_answer(talking: Running, script: Script, file: Path) -> None:
     script.say("<think>Easy.</think>It is **blue**.")
     path, _ = begun(talking, "Which colour?", instructions="Be brief.")
@@ -220,13 +209,6 @@ def test_refused(
     there, _ = begun(talking)
     found = talking.request(method, path.format(path=there), body)
     assert (found[0], said in json.dumps(found[1])) == (status, True), found
-
-
-def test_an_answer_is_no_question(talking: Running) -> None:
-    path, _ = begun(talking)
-    found = answered(talking, path)
-    assert talking.request("POST", f"{path}/answers", {"after": found["id"]})[0] == 400
-    assert talking.request("POST", f"{path}/answers", {})[0] == 400
 
 
 # -- who may -------------------------------------------------------------------------------------

@@ -5,15 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import localrt
-from tests.server.conftest import Running, Script, needs_kernels, serving
+from tests.server.conftest import Running, Script
 from tests.server.dialects import (
     BODIES,
     COLOUR,
@@ -143,13 +140,6 @@ def test_a_cut_answer_ends_with_a_whole_character(
     assert choice["message"]["content"] == text
 
 
-def test_schema(server: Running, dialect: str) -> None:
-    pytest.importorskip("llguidance", reason="needs the structured extra")
-    got = ask(server, dialect, schema=COLOUR, most=300)
-    assert json.loads(got.text)["colour"] in ("red", "blue")
-    assert got.reason == "stop"
-
-
 def test_thinking(thinker: Running, dialect: str) -> None:
     got = ask(thinker, dialect, think="low", most=20)
     assert (got.text, got.reason) == ("", "length")
@@ -158,19 +148,6 @@ def test_thinking(thinker: Running, dialect: str) -> None:
     plain = ask(thinker, dialect, think=False, most=20)
     assert plain.text
     assert not plain.thought
-
-
-@needs_kernels
-def test_several_at_once(server: Running) -> None:
-    texts = ("hi", "why?", "Name rivers, " * 8, "hi")
-    questions = [Question(text, stream=True) for text in texts]
-
-    def text(dialect: str, question: Question) -> str:
-        return DIALECTS[dialect](server.url, server.name, question).text
-
-    alone = [*map(text, DIALECTS, questions)]
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(text, DIALECTS, questions)) == alone
 
 
 # -- forms of the answer ---------------------------------------------------------------------------
@@ -215,20 +192,3 @@ def test_loosened_schema(server: Running) -> None:
     told = [line for line in server.notes if "a schema is followed without" in line]
     assert "pattern" in told[-1]
     assert "not" in told[-1].split("without", 1)[1]
-
-
-@pytest.mark.llamacpp
-def test_llamacpp_engine(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="needs the llamacpp extra")
-    from tests.loading.test_loading import write_model
-
-    path = write_model(tmp_path / "m.gguf", "llama", "F32")
-    asked: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "ignore_eos": True}
-    with localrt.load(path, engine="llamacpp", ctx=128) as model:
-        expected = model.generate("ab", raw=True, **asked)
-        with serving(model) as running, ThreadPoolExecutor(3) as threads:
-            asked = {"prompt": "ab", **asked}
-            given = ("POST", "/v1/completions", asked)
-            answers = [threads.submit(running.request, *given) for _ in range(3)]
-        texts = [one.result()[1]["choices"][0]["text"] for one in answers]
-    assert texts == [expected.text] * 3

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import localrt
-from localrt.documents import reading
 from localrt.server import generating
 from localrt.service.live import LiveModel
-from tests.conftest import write_tiny_model
-from tests.documents.samples import pdf
 from tests.inside import engine_of
-from tests.server.conftest import WIDE, WITH_TOOLS, Running, serving
+from tests.server.conftest import Running, serving
 from tests.server.dialects import BODIES, HI, SIGNS
 from tests.waits import wait_for
 
@@ -99,44 +93,6 @@ def test_disconnect_in_queue(slow: None, model: Any) -> None:
         assert running.live.stats().running == 1
         first.close()
         wait_for(running.idle)
-
-
-def asked_about(text: str) -> dict[str, Any]:
-    """The fields of a request with a PDF of this text."""
-    data = f"data:application/pdf;base64,{base64.b64encode(pdf(text)).decode()}"
-    content = [{"type": "file", "file": {"filename": "a.pdf", "file_data": data}}]
-    return {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-
-
-def test_reading_outlives_client(
-    server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A document whose client has left is still being read: no other one begins beside it."""
-    begun, go_on, read = list[bytes](), threading.Event(), reading.read_document
-
-    def slowly(content: bytes, **about: Any) -> Any:
-        begun.append(content)
-        assert go_on.wait(60)
-        return read(content, **about)
-
-    monkeypatch.setattr(reading, "read_document", slowly)
-    for _ in range(3):
-        raw = send(server, asked_about("One"))
-        wait_for(lambda: server.service.open_answers > 0)
-        wait_for(lambda: len(begun) == 1)
-        raw.close()
-    with ThreadPoolExecutor(1) as threads:
-        last = threads.submit(server.chat, **asked_about("Two"))
-        try:
-            wait_for(lambda: server.service.open_requests == 2)
-            assert server.request("POST", "/tokenize", {"prompt": "hi"})[0] == 200
-            assert len(begun) == 1
-        finally:
-            go_on.set()
-        assert last.result()[0] == 200
-    wait_for(server.idle)
-    assert len(begun) == 2
-    assert "never retrieved" not in capfd.readouterr().err
 
 
 def test_client_that_never_reads(model: Any) -> None:
@@ -230,17 +186,3 @@ def test_stop_after_drain(slow: None, model: Any) -> None:
             received += piece
     assert b" 200 " in received
     assert b"the server is stopping" in received
-
-
-def test_restart_reads_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("LOCALRT_KV_DISK")
-    folder = tmp_path / "tiny"
-    folder.mkdir()
-    write_tiny_model(folder, template=WITH_TOOLS, wide=WIDE)
-    cached = []
-    for _ in range(2):
-        with localrt.load(folder, draft="off") as model, serving(model) as running:
-            usage = running.chat("Which way is it? " * 24, max_tokens=4)[1]["usage"]
-            cached.append(usage["prompt_tokens_details"]["cached_tokens"])
-    assert cached == [0, usage["prompt_tokens"] - 1]

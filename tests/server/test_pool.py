@@ -234,7 +234,7 @@ class Model:
             streamed=streamed, device="cpu", weight_bytes=4 * GB, ctx=512, sees=False
         )
         self.weights_in_ram = min(4 * GB, machine.free) if streamed else 4 * GB
-        self.spare_ram = self.kv_bytes = self.parked_bytes = 0
+        self.spare_ram = 0
         machine.models.append(self)
 
     def leave_ram(self, nbytes: int) -> int:
@@ -247,10 +247,10 @@ class Model:
         return self
 
     def stats(self) -> Any:
-        return SimpleNamespace(kv_bytes=self.kv_bytes, parked_bytes=self.parked_bytes)
+        return SimpleNamespace(kv_bytes=0, parked_bytes=0)
 
     def park(self, to: str = "disk") -> None:
-        self.kv_bytes = self.parked_bytes = 0
+        pass
 
     def close(self) -> None:
         pass
@@ -276,7 +276,7 @@ class Machine:
 
     @property
     def free(self) -> int:
-        return self.nbytes - sum(model.weights_in_ram + model.kv_bytes for model in self.models)
+        return self.nbytes - sum(model.weights_in_ram for model in self.models)
 
     @property
     def held(self) -> dict[str, float]:
@@ -306,17 +306,6 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 whole = pytest.mark.parametrize("machine", [False], indirect=True, ids=["whole"])
 streamed = pytest.mark.parametrize("machine", [True], indirect=True, ids=["streamed"])
-
-
-@whole
-async def test_caches_before_weights(machine: Machine) -> None:
-    await machine.use("a")
-    machine.models[0].kv_bytes = 1 * GB
-    await machine.use("b")
-    machine.nbytes = int(12.6 * GB)
-    await machine.use("c")
-    assert machine.models[0].kv_bytes == 0
-    assert machine.loaded == ["a", "b", "c"]
 
 
 @whole

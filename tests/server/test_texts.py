@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,14 +135,6 @@ def test_echo_with_log_probabilities(server: Running, form: str, max_tokens: int
     assert got["usage"]["completion_tokens"] in (0, max_tokens * len(texts))
 
 
-def test_max_tokens_zero(server: Running) -> None:
-    body = {"prompt": "hi", "max_tokens": 0, "echo": True, "n": 2}
-    status, got, _ = server.request("POST", "/v1/completions", body)
-    assert status == 200
-    assert [choice["text"] for choice in got["choices"]] == ["hi", "hi"]
-    assert {choice["finish_reason"] for choice in got["choices"]} == {"length"}
-
-
 def test_end_token_is_counted(server: Running) -> None:
     """lm-eval takes one token away from each answer: one must be there, whatever it is."""
     end = min(server.model.tokenizer.eos_ids)
@@ -175,42 +168,25 @@ def test_vectors(server: Running, path: str, given: Any, texts: Any, dimensions:
     assert found == expected
 
 
-@pytest.fixture(scope="module", params=["encoder", "ranker"])
-def encoding(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Running]:
-    """A server for an encoder of texts, which writes none."""
-    from tests.models.tiny_encoders import ENCODERS, RANKERS, save_encoder, word_pieces
-
-    folder = tmp_path_factory.mktemp(request.param)
-    save_encoder((ENCODERS if request.param == "encoder" else RANKERS)["bert"], folder)
-    word_pieces(folder)
-    with localrt.load(folder) as model, serving(model, name=request.param) as running:
-        yield running
-
-
 @pytest.mark.slow
-def test_encoder(encoding: Running) -> None:
-    texts, model = ["a quick fox", "x", "brown " * 10], encoding.model
-    asked = {"model": "any", "query": "quick", "documents": texts}
-    status, got, _ = encoding.request("POST", "/v1/rerank", asked)
-    if encoding.name == "ranker":
-        wanted = model.rank("quick", texts)
-        found = {one["index"]: one["relevance_score"] for one in got["results"]}
-        assert found == pytest.approx(dict(enumerate(wanted)), abs=1e-6)
-        assert [*found.values()] == sorted(wanted, reverse=True)
-        assert got["usage"]["prompt_tokens"] > 30
-        assert encoding.request("POST", "/v1/embeddings", {"input": "x"})[0] == 400
-        return
-    assert status == 400  # its files name no pooling
-    status, got, _ = encoding.request("POST", "/v1/embeddings", {"input": texts})
-    found = np.array([one["embedding"] for one in got["data"]], np.float32)
-    assert np.allclose(found, model.embed(texts), atol=1e-6)
-    assert got["usage"]["prompt_tokens"] == sum(map(len, map(model.tokenize, texts)))
-    for path, body in BODIES.items():
-        status, got, _ = encoding.request("POST", path, body)
-        assert status == 400, path
-        assert "choose a model that writes" in str(got["error"])
-    shown = encoding.request("POST", "/api/show", {"model": "any"})[1]
-    assert shown["capabilities"] == ["embedding"]
+def test_encoder(tmp_path: Path) -> None:
+    """A server for an encoder of texts, which writes none."""
+    from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
+
+    save_encoder(ENCODERS["bert"], tmp_path)
+    word_pieces(tmp_path)
+    texts = ["a quick fox", "x", "brown " * 10]
+    with localrt.load(tmp_path) as model, serving(model, name="encoder") as running:
+        status, got, _ = running.request("POST", "/v1/embeddings", {"input": texts})
+        found = np.array([one["embedding"] for one in got["data"]], np.float32)
+        assert np.allclose(found, model.embed(texts), atol=1e-6)
+        assert got["usage"]["prompt_tokens"] == sum(map(len, map(model.tokenize, texts)))
+        for path, body in BODIES.items():
+            status, got, _ = running.request("POST", path, body)
+            assert status == 400, path
+            assert "choose a model that writes" in str(got["error"])
+        shown = running.request("POST", "/api/show", {"model": "any"})[1]
+        assert shown["capabilities"] == ["embedding"]
 
 
 # -- rankings --------------------------------------------------------------------------------------
