@@ -17,7 +17,7 @@ from localrt.cli import main
 from localrt.cli import pull as pull_command
 from localrt.cli import rm as rm_command
 from localrt.cli import show as show_command
-from localrt.common.errors import ModelNotFoundError, OfflineError, OptionError, StorageError
+from localrt.common.errors import ModelNotFoundError, OptionError, StorageError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, resolve
 from localrt.hub.names import expand_alias, read_aliases, remove_alias, write_alias
@@ -61,10 +61,6 @@ def test_of_a_repository_that_is_not_here_show_recommends_a_file(
         ModelNotFoundError, match="org/quants is not on this machine and offline mode is on"
     ):
         call(show_command, "org/quants")
-    says = r"llama3\.2 \(unsloth/Llama-3\.2-3B-Instruct-GGUF\) is not on this machine and offline"
-    with pytest.raises(OfflineError, match=rf"{says} .*LOCALRT_OFFLINE") as caught:
-        call(pull_command, "llama3.2")
-    assert "`localrt pull" not in str(caught.value)
 
 
 class Terminal(io.StringIO):
@@ -123,8 +119,6 @@ def test_pull_offers_a_published_head(hub: FakeHub, capsys: pytest.CaptureFixtur
     hub.published = [
         published("org/Some-1B-eagle3-closed", gated="manual"),
         published("org/Some-11B-eagle3"),
-        published("org/some-1b-eagle30"),
-        published("org/pictures-some-1b-eagle3", tags=["diffusers"]),
         published("me/some_1b_EAGLE3"),
         published("org/Some-1B-EAGLE3"),
     ]

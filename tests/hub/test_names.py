@@ -75,13 +75,6 @@ def test_any_other_text_is_a_path_or_one_of_our_errors(text: str) -> None:
         assert found.source == "local"
 
 
-@pytest.mark.parametrize("text", ["two\nlines", "x" * 5000])
-def test_an_odd_name_gives_one_line_still(text: str, settings: Settings) -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
-        resolve(text, settings=settings)
-    assert "\n" not in str(caught.value)
-
-
 def test_paths_are_used_as_they_are(tmp_path: Path, settings: Settings) -> None:
     folder = tmp_path / "model"
     folder.mkdir()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from localrt.common.errors import ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import list_models, remove_model, resolve
-from localrt.hub.cache import note_use
 from tests.hub.server import add_ollama_model
 
 LIBRARY = "registry.ollama.ai/library"
@@ -84,16 +82,6 @@ def test_what_is_kept_beside_the_weights_comes_along(here: Settings, tmp_path: P
     assert (extras.ctx, extras.license) == (2048, "Apache")
     assert [path.parent for path in extras.adapters] == [blob.parent]
     assert [path.read_bytes() for path in extras.projectors] == [b"GGUF projector"]
-
-
-def test_a_link_to_a_file_of_another_program_is_no_other_model(
-    here: Settings, tmp_path: Path
-) -> None:
-    blob = add_ollama_model(tmp_path / "ollama", f"{LIBRARY}/llama3.2/3b")
-    link = tmp_path / "mine.gguf"
-    os.link(blob, link)
-    note_use(str(link), here)
-    assert names(here) == ["ollama:llama3.2:3b"]
 
 
 @pytest.mark.parametrize("text", ["{", '{"layers": 3}', '{"layers": [{}], "config": {}}'])

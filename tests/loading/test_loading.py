@@ -139,10 +139,6 @@ def test_packing_is_announced(tiny_folder: Path, stores: Path) -> None:
     assert not anything_there
     assert {"pack", "load"} <= {progress.stage for progress, _ in told}
 
-    told.clear()
-    localrt.load(tiny_folder, shrinkable=True, progress=show).close()
-    assert not any(progress.stage in (NOTE, "pack") for progress, _ in told)
-
 
 @pytest.mark.parametrize(
     ("key", "value", "told"),

@@ -22,7 +22,7 @@ from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from localrt.service.live import LiveModel
 from tests.server.conftest import Running, serving
-from tests.server.dialects import BODIES, HI, SIGNS, events_in
+from tests.server.dialects import BODIES, SIGNS, events_in
 from tests.waits import wait_for
 
 LONG = "x" * 600  # tokens, where 512 fit
@@ -136,13 +136,10 @@ def test_paths_of_keys_and_log(model: localrt.Model) -> None:
 # -- compressed bodies -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("encoding", "status"), [("identity", 200), ("gzip", 415)])
-def test_compressed_bodies(server: Running, encoding: str, status: int) -> None:
-    body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
-    headers = {"Content-Encoding": encoding}
-    found, answer, _ = server.request("POST", "/v1/completions", body, headers)
-    assert found == status
-    assert status == 200 or "without compression" in answer["error"]["message"]
+def test_compressed_bodies(server: Running) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    status, answer, _ = server.request("POST", "/v1/completions", b"...", headers)
+    assert (status, "without compression" in answer["error"]["message"]) == (415, True)
 
 
 # -- headers ---------------------------------------------------------------------------------------
@@ -312,10 +309,3 @@ def test_class_of_a_request(
     status, found, _ = server.request("POST", path, body, headers)
     assert status == 200, found
     assert {*classes} == {expected}
-
-
-def test_unknown_class(server: Running) -> None:
-    path, headers = "/v1/chat/completions", {"X-Localrt-Class": "urgent"}
-    status, found, _ = server.request("POST", path, {"messages": HI}, headers)
-    assert status == 400
-    assert "one of interactive, background" in found["error"]["message"]

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from localrt.server import bodies, guard
+from localrt.server import bodies
 from tests.inside import engine_of
 from tests.server.conftest import Running, command, connected, serving, status_of
 from tests.server.test_bad_input import refused
@@ -70,10 +70,9 @@ def test_health_with_too_many_requests(model: Any) -> None:
     "head",
     [
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 65536,
-        b"GET /" + b"u" * 60000 + b" HTTP/1.1\r\nHost: localhost",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Longer: " + b"y" * 2_000_000,
     ],
-    ids=["a header", "a long URL", "more than is read at once"],
+    ids=["a header", "more than is read at once"],
 )
 def test_large_head(server: Running, head: bytes) -> None:
     received = answered(server.port, head + b"\r\n\r\n").lower()
@@ -106,9 +105,7 @@ CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"
         b"GET /health HTTP/1.1\nHost: localhost\n\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: z\r\n\r\n",
         CHUNKED + b"2\n{}\r\n0\r\n\r\n",
-        CHUNKED + b"2\r\n{}\n0\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x00z\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX : y\r\n\r\n",
         UNFINISHED.replace(b"\r\n\r\n", b"\r\nContent-Length: 8\r\n\r\n") + b"x" * 9,
     ],
 )
@@ -123,12 +120,9 @@ def test_request_smuggling(server: Running, sent: bytes) -> None:
     ("line", "status"),
     [
         (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost", 200),
-        (b"GET https://localhost/v1/models HTTP/1.0", 200),
         (b"GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
         (b"HEAD /health HTTP/1.1\r\nHost: localhost", 200),
         (b"GET http://x.example/v1/models HTTP/1.1\r\nHost: localhost", 403),  # the URL counts
-        (b"GET http://localhost@x.example/health HTTP/1.1\r\nHost: localhost", 403),
-        (b"OPTIONS * HTTP/1.1\r\nHost: localhost", 404),
     ],
 )
 def test_forms_of_a_request_line(server: Running, line: bytes, status: int) -> None:
@@ -139,15 +133,6 @@ def test_forms_of_a_request_line(server: Running, line: bytes, status: int) -> N
 def test_malformed_addresses(server: Running) -> None:
     refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
     refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
-
-
-def test_limits_of_options(model: Any) -> None:
-    with serving(model, max_header=2048, read_timeout_s=1.0) as running:
-        long = HALF_A_HEAD + b"localhost\r\nX-Long: " + b"y" * 5000
-        for sent, status in ((long, b" 400 "), (UNFINISHED + b"{", b" 408 ")):
-            with connected(running.port, sent) as raw:
-                assert status in raw.recv(1000)
-        wait_for(running.idle)
 
 
 @pytest.mark.parametrize("sent", [b"", HALF_A_HEAD])
@@ -180,14 +165,6 @@ def test_refusal_of_unread_body(server: Running) -> None:
     url, evil = f"{server.url}/v1/completions", {"Origin": "https://evil.example"}
     for headers, status in (({}, 413), (evil, 403)):
         assert httpx2.post(url, content=pieces(), headers=headers).status_code == status
-
-
-def test_discard_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_MOST_DISCARDED", 1_000_000)
-    for path in (b"/v1/completions", b"/nothing"):
-        head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
-        with connected(server.port, head) as raw, pytest.raises(ConnectionError):
-            raw.sendall(b"x" * 90_000_000)
 
 
 def test_unread_body_keeps_connection(server: Running) -> None:

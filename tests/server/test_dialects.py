@@ -168,7 +168,6 @@ def texts_of(answer: Any) -> list[str]:
     ("path", "fields", "form"),
     [
         ("/v1/chat/completions", {"json_schema": ENUM}, SAID),
-        ("/v1/chat/completions", {"format": "json"}, r"(?s)\s*[{].*"),
         ("/v1/completions", {"grammar": 'root ::= "ab" | "b."'}, CHOSEN),
         # The prompt does not have the form.
         ("/v1/completions", {"echo": True, "json_schema": ENUM}, f"hi({SAID})"),

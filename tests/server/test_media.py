@@ -74,17 +74,6 @@ def test_model_that_reads_text_only(server: Running) -> None:
     assert f"messages hold image: {why}" in server.notes
 
 
-def test_document(server: Running) -> None:
-    data = base64.b64encode(pdf("One", "")).decode()
-    status, got, _ = ask(server, in_chat(file(data), TEXT), temperature=0, max_tokens=4)
-    assert status == 200, got
-    words = read_document(pdf("One", ""), name="r.pdf").text + "\na"
-    expected = server.model.generate(
-        [{"role": "user", "content": words}], temperature=0, max_tokens=4
-    )
-    assert json.dumps(expected.text) in json.dumps(got)
-
-
 # -- a model that sees ----------------------------------------------------------------------------
 
 

@@ -259,23 +259,6 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_see(visit: Any, file: Path, tmp_path: Path) -> None:
-    (tmp_path / "a.png").write_bytes(picture())
-    page = visit()
-    expect(page.get_by_label("Model")).to_contain_text("tiny")
-    page.locator("#files").set_input_files([tmp_path / "a.png"])
-    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
-    send(page, "What is this?")
-    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
-    assert page.locator("article").count() == 0
-    with History(file) as history:
-        assert not history.list()
-    page.get_by_role("button", name="Remove a.png").click()
-    page.keyboard.press("Enter")
-    expect(ended(page)).to_contain_text("Hello there.")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [PLAIN, PHONE], ids=["wide", "phone"])
 def test_tables(visit: Any, script: Script, size: Any) -> None:
     row = "| Electroencephalography | a device for measuring | 1,234,567.89 | 12 |\n"
