@@ -5,23 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import localrt
 from localrt.common.cores import find_cores, giving_way
 from localrt.quant.cpu import ops as native_ops
-from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cpu.scales import NativeSearch
-from localrt.quant.formats import CODECS
 from tests.conftest import needs_kernels
 from tests.inside import engine_of
-from tests.ops.test_native_experts import WAYS, fill, inputs, routing, run
 from tests.test_system import ALONE_8, V2, machine
 from tests.waits import wait_for
 
@@ -124,23 +118,3 @@ def test_an_engine_follows_them(tiny_folder: Path, limits: Limits) -> None:
         limits.allowed = {1}  # cores taken away
         assert answer(model) == expected
         assert ops.threads == 1
-
-
-def experts(ops: NativeOps) -> None:
-    run(ops, fill(ops, [WAYS["side by side"]] * 4), inputs(2), routing(2, count=4))
-
-
-def search(ops: NativeOps) -> None:
-    codec = CODECS["int4-g32"]
-    NativeSearch(ops)(codec, np.ones((10, codec.format.block), np.float32))
-
-
-@pytest.mark.parametrize("step", [experts, search])
-def test_steps_outside_of_a_pass_on_the_cpu(
-    step: Callable[[NativeOps], None], limits: Limits
-) -> None:
-    """Layers of a pass that begins on a GPU; quantizing."""
-    ops = NativeOps()
-    limits.quota(200_000)
-    step(ops)
-    assert ops.threads == 2

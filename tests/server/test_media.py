@@ -103,9 +103,9 @@ def test_model_that_sees(seer: Running) -> None:
     parts = [*map(source_of, pictures), {"type": "text", "text": "what is this"}]
     for stream in (False, True):
         _, got, _ = ask(seer, in_chat(*parts), temperature=0, stream=stream)
-        answers = events_in(got) if stream else [got]
-        said = [one["choices"][0].get("delta") or one["choices"][0]["message"] for one in answers]
-        assert "".join(one.get("content") or "" for one in said) == expected.text
+        choices = [one["choices"][0] for one in (events_in(got) if stream else [got])]
+        said = [choice["delta" if stream else "message"].get("content") for choice in choices]
+        assert "".join(filter(None, said)) == expected.text
     assert expected.metrics.prompt_tokens > 20
 
 

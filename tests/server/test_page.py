@@ -294,11 +294,8 @@ def test_options(visit: Any, script: Script, file: Path) -> None:
     expect(page.get_by_role("heading", name="Short ones")).to_be_visible()
     with History(file) as history:
         kept = history.open(history.list()[0].id)
-    assert (kept.title, kept.system, kept.options) == (
-        "Short ones",
-        "Be brief.",
-        {"thinking": False},
-    )
+        assert (kept.title, kept.system) == ("Short ones", "Be brief.")
+        assert kept.options == {"thinking": False}
     page.get_by_role("button", name="Options").click()
     page.get_by_role("button", name="Delete this chat").click()
     page.get_by_role("button", name="Delete it for good?").click()
@@ -345,7 +342,8 @@ def test_behind_a_reverse_proxy_with_a_key(
         page = visit(path, running=running)
         for key in ("wrong", "secret"):
             page.get_by_label("API key").fill(key)
-            page.keyboard.press("Enter")
+            with page.expect_response("**/v1/models"):
+                page.keyboard.press("Enter")
             expect(page.get_by_label("API key")).to_be_visible(visible=key == "wrong")
         expect(page.get_by_label("Model")).to_contain_text("talker")
         expect(page.get_by_role("alert").first).to_be_hidden()
