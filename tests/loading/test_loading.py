@@ -123,6 +123,7 @@ def stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "localrt" / "stores"
 
 
+@pytest.mark.usefixtures("given_rates")
 def test_packing_is_announced(tiny_folder: Path, stores: Path) -> None:
     told: list[tuple[Progress, bool]] = []
 

@@ -272,6 +272,15 @@ def test_stream_while_loading(loading: tuple[Running, threading.Event], path: st
         wait_for(lambda: not running.service.open_answers)
 
 
+def test_disconnect_while_loading(loading: tuple[Running, threading.Event]) -> None:
+    running, _ = loading
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+    connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
+    assert connection.getresponse().status == 200
+    connection.close()
+    wait_for(lambda: not running.service.open_answers)
+
+
 # -- interactive or background work ----------------------------------------------------------------
 
 

@@ -121,6 +121,25 @@ def test_signs_of_life(
         assert (text.count(SIGNS[path]) > 1) is (seconds < 1)
 
 
+def test_signs_of_life_within_call(
+    slow: None, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens come all the time, but there is nothing to show of them before the call's end."""
+    monkeypatch.setattr(generating, "_SILENT_S", 0.1)
+    word = {"type": "string", "minLength": 40, "maxLength": 60}
+    tool = {"name": "say", "parameters": {"type": "object", "properties": {"word": word}}}
+    fields = {
+        "messages": HI,
+        "tools": [{"type": "function", "function": {**tool, "required": ["word"]}}],
+        "tool_choice": "required",
+        "max_tokens": 80,
+        "stream": True,
+    }
+    status, text, _ = server.request("POST", "/v1/chat/completions", fields)
+    assert status == 200
+    assert text.count('"delta":{}') > 3
+
+
 def test_queue_is_full(slow: None, model: Any) -> None:
     with serving(model, max_running=1, max_queued=1) as running:
         inside = [send(running, LONG), send(running, LONG)]
