@@ -33,18 +33,6 @@ def test_prefix_reuse(tiny: localrt.Model) -> None:
     assert fresh.text == second.text
 
 
-def test_system_prompt_and_clear(tiny: localrt.Model) -> None:
-    chat = tiny.chat(**GREEDY)
-    assert chat.system is None
-    chat.send("hi")
-    chat.system = "New."
-    assert [m["role"] for m in chat.messages] == ["system", "user", "assistant"]
-    chat.clear()
-    assert chat.messages == [{"role": "system", "content": "New."}]
-    chat.system = None
-    assert chat.messages == []
-
-
 def test_cancel_keeps_text(tiny: localrt.Model) -> None:
     chat = tiny.chat(temperature=0, ignore_eos=True)
     shown = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localrt import DocumentIndex, OptionError, StorageError, read_document
+from localrt import OptionError, StorageError, read_document
 from localrt.documents import confined
 from tests.documents.samples import RED, SEEDS, pdf
 
@@ -67,26 +67,6 @@ def test_same_text(
     assert len(started) == (kind != ".txt")  # UTF-16, which no library reads
     monkeypatch.setattr(confined, "has_helpers", lambda: False)
     assert read == read_document(data, name=f"a{kind}", pictures=True)
-
-
-def test_one_process_for_the_files_of_a_kind(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
-    for name in ("a.pdf", "b.pdf", "c.pdf"):
-        (tmp_path / name).write_bytes(b"no" if name == "b.pdf" else pdf("cats"))
-    (tmp_path / "d.html").write_text("<p>dogs")
-    (tmp_path / "e.txt").write_text("text needs none")
-    (tmp_path / "f.bin").write_bytes(b"\0\xff")
-    text = read_document(tmp_path).text
-    assert text.count("cats") == 2
-    assert "dogs" in text
-    assert len(started) == 2
-    with DocumentIndex(tmp_path / "index" / "documents.db") as index:
-        left_out = index.update([tmp_path])
-        assert len(index.search("cats")) == 2
-    assert [path.name for path in left_out if path.suffix == ".pdf"] == ["b.pdf"]
-    assert len(started) == 4
-    assert all(process.returncode is not None for process in started), "they have ended"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the bans are Linux'")

@@ -338,24 +338,6 @@ def test_cancel_stops_and_keeps_what_arrived(hub: FakeHub, settings: Settings) -
     assert (found.path / SHARD).read_bytes() == WEIGHTS
 
 
-def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
-    from huggingface_hub import get_session
-
-    get_session()  # its first versions make, and leak, one client per racing thread
-    found: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(resolve("org/tiny", settings=settings).path))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2
-    assert len(hub.file_requests(SHARD)) == 1
-    assert (found[0] / SHARD).read_bytes() == WEIGHTS
-
-
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import localrt
-from localrt.common.cores import find_cores, giving_way
+from localrt.common.cores import find_cores
 from localrt.quant.cpu import ops as native_ops
 from tests.conftest import needs_kernels
 from tests.inside import engine_of
@@ -45,17 +45,6 @@ def idle_threads() -> set[int]:
             if os.sched_getscheduler(int(folder.name)) == os.SCHED_IDLE:
                 found.add(int(folder.name))
     return found
-
-
-@linux
-def test_own_thread() -> None:
-    """The thread gives way, and what it starts; the one that asks does not."""
-    mine, before = threading.get_native_id(), idle_threads()
-    with giving_way("gentle") as thread:
-        own = thread.submit(threading.get_native_id).result()
-        assert own in idle_threads()
-        assert mine not in idle_threads()
-    wait_for(lambda: idle_threads() <= before)
 
 
 @linux

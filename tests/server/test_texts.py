@@ -58,19 +58,6 @@ def test_counted_tokens(server: Running, path: str, counting: str, fields: dict[
     assert read == (counted.get("count") or counted["input_tokens"])
 
 
-def test_control_tokens(server: Running) -> None:
-    tokenizer = server.model.tokenizer
-    _, info, _ = server.request("GET", "/tokenizer_info")
-    assert info["model_max_length"] == server.model.info.ctx
-    assert "<|im_start|>" in info["chat_template"]
-    end = info["eos_token"]
-    body = {"prompt": end, "add_special_tokens": False}
-    _, got, _ = server.request("POST", "/tokenize", body)
-    assert got["tokens"] == [min(tokenizer.eos_ids)]
-    _, got, _ = server.request("POST", "/tokenize", {**body, "parse_special": False})
-    assert got["tokens"] == tokenizer.encode(end, add_special=False) != [min(tokenizer.eos_ids)]
-
-
 WRITTEN = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 4}
 
