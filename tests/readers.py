@@ -458,13 +458,6 @@ def grammars(folder: Path, stack: ExitStack) -> Prepared:
     return SEEDS.items(), lambda kind, data: follow(grammars, kind, data)
 
 
-@_reader(0.01, "localrt/mcp/connection.py localrt/mcp/toolbox.py", 5.0)
-def tools(folder: Path, stack: ExitStack) -> Prepared:
-    from tests.mcp.in_memory import ANSWERS, answered
-
-    return [("stdio", ANSWERS)], lambda kind, data: answered(data)
-
-
 @_reader(0.15, "localrt/server/*.py localrt/server/*/*.py", 20.0)
 def requests(folder: Path, stack: ExitStack) -> Prepared:
     import localrt

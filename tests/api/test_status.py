@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +11,7 @@ import pytest
 import localrt
 from localrt.common.settings import Settings
 from localrt.common.speeds import known_speed
-from localrt.models.weight_store import PassTask
-from localrt.service.status import MemoryUse, Status, last_pass
-from tests.inside import engine_of
+from localrt.service.status import MemoryUse, Status
 
 
 def status(**changes: object) -> Status:
@@ -81,20 +78,10 @@ def test_speed_is_kept(
         answer(40)
         assert known_speed(folder, name) == first
     assert known_speed(folder, name) == first  # it was closed before its end
-    for damaged in ("", "[]", json.dumps({name: -1.0}), json.dumps({name: "fast"})):
+    for damaged in ("[]", json.dumps({name: "fast"})):
         (folder / "speeds.json").write_text(damaged, encoding="utf-8")
         assert known_speed(folder, name) is None
         assert answer(32) == known_speed(folder, name)
-
-
-def test_status_waits_for_no_pass(tiny: localrt.Model) -> None:
-    engine = engine_of(tiny)
-    with engine._turn:  # type: ignore[attr-defined]
-        found: list[Status] = []
-        thread = threading.Thread(target=lambda: found.append(tiny.status(lanes=True)))
-        thread.start()
-        thread.join(5)
-    assert found
 
 
 def test_flow() -> None:
@@ -129,28 +116,3 @@ def test_flow() -> None:
         "memory."
     )
     assert now.share_of_ceiling(flow.tok_s) == 0.5
-
-
-def a_pass(start: float, *, head: bool = True) -> list[PassTask]:
-    """Reads of 0.2 s before each of two computations of 0.1 s."""
-    tasks = []
-    for index, name in enumerate(["layers.0.attention", "layers.0.mlp", *["head.0"] * head]):
-        at = start + 0.3 * index
-        tasks += [PassTask("ssd", "x", at - 0.2, at), PassTask("cpu", name, at, at + 0.1)]
-    return tasks
-
-
-def test_last_pass() -> None:
-    tasks = [*a_pass(0.0), *a_pass(1.0), *a_pass(2.0)[:2]]
-    found = last_pass(tasks)
-    assert found is not None
-    assert found.seconds == pytest.approx(0.7)
-    assert found.waited_s == pytest.approx(0.4)
-    lanes = {lane.resource: lane for lane in found.lanes}
-    assert list(lanes) == ["ssd", "cpu"]
-    assert lanes["ssd"].busy_s == pytest.approx(0.4)
-    assert lanes["cpu"].spans[0] == (0.0, pytest.approx(0.1))
-    prompt = a_pass(0.0, head=False)
-    assert last_pass(prompt) is None
-    assert last_pass([*prompt, *a_pass(1.0)[:2]]) is not None
-    assert last_pass([]) is None

@@ -1,16 +1,17 @@
-"""Answers of a server, its own or one that says what a test wants."""
+"""Answers and failures of a server, its own or one that says what a test wants; addresses."""
 
 from __future__ import annotations
 
 import base64
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from PIL import Image
 
 import localrt
@@ -21,7 +22,7 @@ from localrt.client.servers import read_address
 from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.service.arguments import joined
 from tests.client.conftest import KEY, answer
-from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, saying, whole
+from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, nobody, saying, whole
 from tests.server.conftest import Running, serving
 
 # -- our own server --------------------------------------------------------------------------------
@@ -43,7 +44,6 @@ async def test_same_answers_as_local(model: localrt.Model, server: Running) -> N
             assert theirs.metrics.ttft_s is not None
         assert there.messages == here.messages
         assert there.tokens_used == theirs.metrics.prompt_tokens + 12
-        assert joined(there.stream("more", max_tokens=3)).metrics.completion_tokens == 3
         assert (await there.asend("more", max_tokens=4)).metrics.completion_tokens == 4
         assert there.park() == 0
         assert (remote.status(), remote.advise()) == (None, None)
@@ -82,16 +82,6 @@ def test_too_long_conversation(server: Running) -> None:
         assert chat.messages == []
 
 
-def test_saved_chats(server: Running, tmp_path: Path) -> None:
-    with connect(server.url) as remote:
-        chat = remote.chat(temperature=0.0, max_tokens=4)
-        chat.send("hi")
-        chat.save(tmp_path / "chat.json")
-        again = remote.load_chat(tmp_path / "chat.json")
-        assert (again.messages, again.options) == (chat.messages, chat.options)
-        assert again.send("go on").metrics.completion_tokens == 4
-
-
 # -- what is sent ----------------------------------------------------------------------------------
 
 
@@ -123,22 +113,15 @@ def test_sent_options() -> None:
 
 def test_sent_pictures(tmp_path: Path) -> None:
     path = tmp_path / "red.jpg"
-    image = Image.new("RGB", (4, 2), "red")
-    image.save(path)
+    Image.new("RGB", (4, 2), "red").save(path)
     reply = HEAD + delta("stop", content="Red.") + DONE
     with saying(reply) as running, connect(running.url) as remote:
-        chat = remote.chat()
-        text = {"type": "text", "text": "What color?"}
-        given = [{"type": "image", "image": each} for each in (path, path.read_bytes(), image)]
-        chat.messages = [{"role": "user", "content": [*given, text]}]
-        assert remote.count(chat.messages) == remote.count("What color?") + 4
-        assert chat.send().text == "Red."
+        assert remote.chat().send("What color?", images=[path]).text == "Red."
         (message,) = running.asked[1].body["messages"]
     jpeg = "data:image/jpeg;base64," + base64.b64encode(path.read_bytes()).decode()
-    *pictures, last = message["content"]
-    assert pictures[:2] == [{"type": "image_url", "image_url": {"url": jpeg}}] * 2
-    assert pictures[2]["image_url"]["url"].startswith("data:image/png;base64,")
-    assert last == text
+    picture, text = message["content"]
+    assert picture == {"type": "image_url", "image_url": {"url": jpeg}}
+    assert text == {"type": "text", "text": "What color?"}
 
 
 def test_local_options() -> None:
@@ -183,10 +166,6 @@ def test_reasoning_fields() -> None:
     with saying(HEAD + body + delta("stop") + DONE) as running:
         text = answer(running).text
     assert localrt.split_thinking(text) == localrt.Thinking("Two and two.", "Four.")
-    with saying(HEAD + delta(reasoning="Hm") + delta("length") + DONE) as running:
-        last = answer(running)
-    assert localrt.split_thinking(last.text) == localrt.Thinking("Hm", "")
-    assert last.finish_reason == "length"
 
 
 def test_tool_calls_in_pieces() -> None:
@@ -213,7 +192,6 @@ def test_tool_calls_in_pieces() -> None:
     ("options", "fields"),
     [
         ({"thinking": "low"}, {"reasoning_effort": "low"}),
-        ({"thinking": True}, {"chat_template_kwargs": {"enable_thinking": True, "thinking": True}}),
         (
             {"thinking": "off"},
             {
@@ -239,40 +217,20 @@ def test_thinking_of_other_servers(options: dict[str, Any], fields: dict[str, An
     assert "thinking" not in sent
 
 
-def test_usage() -> None:
-    usage = {
-        "prompt_tokens": 100,
-        "completion_tokens": 40,
-        "prompt_tokens_details": {"cached_tokens": 64},
-    }
-    with saying(HEAD + delta(content="a") + delta("stop", content="b")) as running:
-        metrics = answer(running).metrics
-        assert (metrics.completion_tokens, metrics.cached_tokens) == (2, 0)
-        assert metrics.prompt_tokens > 0
-    body = HEAD + delta(content="a") + delta("stop") + event(choices=[], usage=usage) + DONE
-    with saying(body) as running:
-        metrics = answer(running).metrics
-    assert (metrics.prompt_tokens, metrics.completion_tokens) == (100, 40)
-    assert metrics.cached_tokens == 64
-
-
-@given(st.lists(st.integers(1, 200)), st.booleans())
-def test_events_in_any_pieces(cuts: list[int], crlf: bool) -> None:
+def test_events_in_pieces() -> None:
     data = b": a comment\n\nevent: x\nid: 3\n" + event(a="ä€🙂") + b'data: {"b":\ndata: 1}\n\n'
     data += DONE + b"data: never read\n\n"
-    data = data.replace(b"\n", b"\r\n") if crlf else data
-    pieces, at = [], 0
-    for size in [*cuts, len(data)]:
-        pieces.append(data[at : at + size])
-        at += size
-    found = list(events(pieces, read_address("http://h")))
-    assert found == [{"a": "ä€🙂"}, {"b": 1}, None]
+    for sent in (data, data.replace(b"\n", b"\r\n")):
+        for size in (1, 7, len(sent)):
+            pieces = [sent[at : at + size] for at in range(0, len(sent), size)]
+            found = list(events(pieces, read_address("http://h")))
+            assert found == [{"a": "ä€🙂"}, {"b": 1}, None]
 
 
 # -- cancelling ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("begin", [b"", HEAD, HEAD + delta(content="some")])
+@pytest.mark.parametrize("begin", [b"", HEAD + delta(content="some")])
 def test_cancel(begin: bytes) -> None:
     begun, gone = threading.Event(), threading.Event()
 
@@ -301,3 +259,191 @@ def test_cancel(begin: bytes) -> None:
         assert first + last.text == ("some" if b"some" in begin else "")
         assert chat.messages[-1] == {"role": "assistant", "content": first}
         assert gone.wait(60)  # the server is told by the closed connection
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+BUSY = {"error": {"message": "too many requests.", "code": None}}
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (whole(429, BUSY, Retry_After="12"), r"busy \(429: too many requests\): try again in 12 s"),
+        (whole(401, {"error": {"message": "no"}}), "wants an API key"),
+        (whole(404, {"detail": "Not Found"}), r"no such thing \(404: Not Found\).*/v1"),
+        (whole(400, {"message": "top_k\x1b[2J is\nunknown"}), r"refused .*top_k\[2J is unknown"),
+        (whole(400, {"error": {"message": "", "code": "context_length_exceeded"}}), "too long"),
+        (whole(500, {"error": "out of memory"}), r"failed \(500: out of memory\)"),
+        (whole(200, b"<html>hello</html>", "text/html"), "does not speak OpenAI's protocol"),
+        (HEAD + b"data: never JSON\n\n", "does not speak OpenAI's protocol"),
+        (b"SSH-2.0-OpenSSH_9.6\r\n\r\n", "does not speak HTTP"),
+        (b"", "closed the connection without an HTTP answer"),
+        (whole(307, Location="/elsewhere"), "redirects without end"),
+    ],
+)
+def test_failures_are_one_line(reply: bytes, said: str) -> None:
+    with saying(reply) as running, connect(running.url) as remote:
+        chat = remote.chat(system="S")
+        with pytest.raises(LocalrtError, match=said) as caught:
+            list(chat.stream("hi"))
+        line = str(caught.value)
+        assert line.isprintable()
+        assert len(line) < 400
+        assert chat.messages == [{"role": "system", "content": "S"}]
+
+
+def test_server_refuses_tools() -> None:
+    with saying(whole(400, {"error": {"message": "no tools here"}})) as running:
+        remote = connect(running.url)
+        assert remote.takes_tools
+        with remote, pytest.raises(LocalrtError, match="no tools here"):
+            list(remote.chat(tools=[{"type": "function", "function": {"name": "a"}}]).stream("hi"))
+        assert not remote.takes_tools
+
+
+CUT = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (HEAD + delta(content="so far"), "ended in the middle"),
+        (CUT + b"Content-Length: 9999\r\n\r\n" + delta(content="so far"), "broke off"),
+        (HEAD + delta(content="so far") + event(error={"message": "it died"}), "failed: it died"),
+    ],
+)
+def test_broken_stream_keeps_text(reply: bytes, said: str) -> None:
+    with saying(reply) as running, connect(running.url) as remote:
+        chat = remote.chat()
+        came = []
+        with pytest.raises(LocalrtError, match=said):
+            came.extend(chunk.text for chunk in chat.stream("hi"))
+        assert came == ["so far"]
+        assert chat.messages[-1]["content"] == "so far"
+
+
+def test_lost_end() -> None:
+    body = CUT + b"Content-Length: 9999\r\n\r\n" + delta(content="all") + delta("stop")
+    with saying(body) as running:
+        last = answer(running)
+    assert (last.text, last.finish_reason) == ("all", "stop")
+
+
+def test_key_in_refusal() -> None:
+    body = {"error": {"message": f"Incorrect API key provided: {KEY}"}}
+    said = pytest.raises(LocalrtError, match=r"Incorrect API key provided: \.\.\.")
+    with fake(lambda asked, connection: whole(401, body)) as running, said as caught:
+        connect(running.url, api_key=KEY)
+    assert KEY not in str(caught.value)
+    assert KEY not in str(caught.value.__cause__)
+
+
+def test_redirects() -> None:
+    def moving(asked: Asked, connection: socket.socket) -> bytes:
+        if asked.path.startswith("/v1"):
+            return whole(308, Location="/api" + asked.path)
+        if asked.path.endswith("/models"):
+            return listed("m")
+        return HEAD + delta("stop", content="here") + DONE
+
+    with fake(moving) as running, connect(running.url, api_key=KEY) as remote:
+        assert remote.chat().send("hi").text == "here"
+        assert running.asked[-1].path == "/api/v1/chat/completions"
+        assert running.asked[-1].body["messages"]
+    with fake(lambda asked, connection: listed("m")) as other:
+        for target in (other.url, "file:///etc/passwd"):
+            away = whole(307, Location=f"{target}/v1/models?key=x")
+            with (
+                fake(lambda asked, connection, away=away: away) as running,
+                pytest.raises(LocalrtError, match="where nothing was sent"),
+            ):
+                connect(running.url, api_key=KEY)
+        assert other.asked == []
+
+
+def test_nobody_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = pytest.raises(LocalrtError, match=r"nothing listens at .*: start the server")
+    with nobody() as port, refused:
+        connect(f"http://127.0.0.1:{port}")
+
+    def unknown(*arguments: Any, **more: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    with pytest.raises(LocalrtError, match=r"no host 'no\.invalid'"):
+        connect("http://no.invalid/v1")
+
+
+def test_tls(server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LocalrtError, match="does not speak TLS: is it http://"):
+        connect(server.url.replace("http", "https"))
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    command += f" -keyout {key} -out {certificate} -subj /CN=localhost"
+    command += " -addext subjectAltName=DNS:localhost"
+    subprocess.run(command.split(), check=True, capture_output=True)
+    with saying(HEAD + delta("stop", content="safe") + DONE) as running:
+        running.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        running.context.load_cert_chain(certificate, key)
+        url = f"https://localhost:{running.port}/v1"
+        with pytest.raises(
+            LocalrtError, match=r"certificate of localhost is not trusted.*SSL_CERT"
+        ):
+            connect(url, api_key=KEY)
+        with pytest.raises(LocalrtError, match=r"closed the connection|does not speak HTTP"):
+            connect(url.replace("https", "http"))
+        assert running.asked == []
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "missing.pem"))
+        with pytest.raises(LocalrtError, match=r"SSL_CERT_FILE .* is no file of certificates"):
+            connect(url, api_key=KEY)
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with connect(url, api_key=KEY) as remote:
+            assert remote.chat().send("hi").text == "safe"
+
+
+# -- addresses -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "origin", "base"),
+    [
+        ("http://localhost:8000", "http://localhost:8000", "/v1"),
+        (" https://API.example.org/v1/ ", "https://api.example.org", "/v1"),
+        ("https://h/openai/v1/chat/completions", "https://h", "/openai/v1"),
+        ("http://bücher.example/v1", "http://xn--bcher-kva.example", "/v1"),
+    ],
+)
+def test_addresses(url: str, origin: str, base: str) -> None:
+    address = read_address(url, KEY)
+    assert (address.origin, address.base) == (origin, base)
+    assert KEY not in repr(address)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "localhost:8000",
+        "http://me:pw@h",
+        "http://[::1",
+        "http://h/\r\nX: y",
+    ],
+)
+def test_invalid_addresses(url: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        connect(url)
+    assert str(caught.value).isprintable()
+
+
+def test_invalid_keys() -> None:
+    for key in ("a b", "a\r\nX: y", "schlüssel"):
+        with pytest.raises(OptionError, match="API key"):
+            connect("http://localhost", api_key=key)
+    assert read_address("http://localhost", "").key is None
+    assert read_address("http://localhost", f"{KEY}\n").key == KEY
+    private = ("http://localhost", "http://127.0.0.9", "http://[::1]", "https://h")
+    assert all(read_address(url).is_private for url in private)
+    assert not read_address("http://10.0.0.1").is_private

@@ -78,7 +78,7 @@ def turned(matrix: str, rotate: int = 0) -> bytes:
     return one_page(drawn, "null", entries=f"/Rotate {rotate}")
 
 
-def form(*, labels: bool = True, appearances: bool = True, renewed: bool = False) -> bytes:
+def form(*, labels: bool = True, appearances: bool = True) -> bytes:
     """A filled form: a name, a country, a checked box, one that is not, a typed note, a comment."""
     drawn = "0 -50 Td".join(f" ({label}) Tj " for label in ("Name:", "Country:", "Agree:"))
     seen = "/Type /XObject /Subtype /Form /BBox [0 0 200 20] /Resources << /Font << "
@@ -96,7 +96,6 @@ def form(*, labels: bool = True, appearances: bool = True, renewed: bool = False
     looking = [f"/AP << /N {number} 0 R >>" if appearances else "" for number in (9, 10, 11)]
     boxes = "/MK << /CA (4) >> /AP << /N << /Yes 8 0 R >> >>"
     note = f"/Rect [300 500 500 520] /Contents (Typed note) /DA (/F1 10 Tf 0 g) {looking[2]}"
-    renew = "/NeedAppearances true" if renewed else ""
     return one_page(
         f"BT /F1 10 Tf 50 700 Td {drawn} ET" if labels else "",
         "null",
@@ -111,37 +110,7 @@ def form(*, labels: bool = True, appearances: bool = True, renewed: bool = False
         "<< /Type /Annot /Subtype /Text /Rect [10 10 30 30] /Contents (Is this right?) /F 4 >>",
         entries="/Annots [12 0 R 13 0 R 14 0 R 15 0 R 16 0 R 17 0 R]",
         catalog="/AcroForm << /Fields [12 0 R 13 0 R 14 0 R 15 0 R] /DA (/F1 10 Tf 0 g) /DR << "
-        f"/Font << /F1 4 0 R /ZaDb 7 0 R >> >> {renew} >>",
-    )
-
-
-def turned_form(turn: int, rotate: int = 0) -> bytes:
-    """A form whose text and values are turned by 0, 90 or 270 degrees."""
-    values = {"Name:": "Ada Lovelace", "Country:": "Norway", "City:": "Oslo"}
-    matrix = {0: "1 0 0 1", 90: "0 1 -1 0", 270: "0 -1 1 0"}[turn]
-    drawn, looks, widgets = list[str](), list[str](), list[str]()
-    for row, (label, value) in enumerate(values.items()):
-        low = 500 - 50 * row
-        at, box = {
-            0: (f"50 {low + 5}", (100, low, 300, low + 20)),
-            90: (f"{595 - low} 50", (580 - low, 100, 600 - low, 300)),
-            270: (f"{low + 5} 750", (low, 500, low + 20, 700)),
-        }[turn]
-        drawn.append(f"BT /F1 10 Tf {matrix} {at} Tm ({label}) Tj ET")
-        rect, number = " ".join(map(str, box)), 7 + row
-        entries = f"/Type /XObject /Subtype /Form /BBox [0 0 200 20] /Matrix [{matrix} 0 0]"
-        text = f"/Tx BMC BT /F1 10 Tf 2 5 Td ({value}) Tj ET EMC"
-        looks.append(stream(text, f"{entries} /Resources << /Font << /F1 4 0 R >> >>"))
-        widgets.append(
-            f"<< /Type /Annot /Subtype /Widget /FT /Tx /T (t{row}) /Rect [{rect}] /F 4 "
-            f"/DA (/F1 10 Tf 0 g) /V ({value}) /AP << /N {number} 0 R >> >>"
-        )
-    fields = "10 0 R 11 0 R 12 0 R"
-    return one_page(
-        " ".join(drawn),
-        *["null", *looks, *widgets],
-        entries=f"/Rotate {rotate} /Annots [{fields}]",
-        catalog=f"/AcroForm << /Fields [{fields}] >>",
+        "/Font << /F1 4 0 R /ZaDb 7 0 R >> >> >>",
     )
 
 
@@ -201,8 +170,9 @@ def strict(data: bytes) -> bytes:
     )
 
 
-def docx(body: str, main: str = "word/document.xml", **parts: str) -> bytes:
+def docx(body: str, **parts: str) -> bytes:
     """A Word document with this body, and ``numbering``, ``styles``, ``footnotes`` and others."""
+    main = "word/document.xml"
     types = {main: f"{_WORD}document.main"} | {f"word/{kind}.xml": _WORD + kind for kind in parts}
     links = {"": {main: "officeDocument"}, main: {f"{kind}.xml": kind for kind in parts}}
     made = {main: f"<w:document {_NAMES}><w:body>{body}<w:sectPr/></w:body></w:document>"}
@@ -353,7 +323,6 @@ def pptx(*slides: str, notes: str = "") -> bytes:
 def shape(text: str, place: str = "") -> str:
     held = f'<p:ph type="{place}"/>' if place else ""
     lines = "".join(f"<a:p><a:r><a:t>{line}</a:t></a:r></a:p>" for line in text.split("\n"))
-    lines = lines.replace("\v", "</a:t></a:r><a:br/><a:r><a:t>")
     return (
         f'<p:sp><p:nvSpPr><p:cNvPr id="2" name="t"/><p:cNvSpPr/><p:nvPr>{held}</p:nvPr></p:nvSpPr>'
         f"<p:spPr/><p:txBody><a:bodyPr/>{lines}</p:txBody></p:sp>"

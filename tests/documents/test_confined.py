@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from localrt import DocumentIndex, OptionError, StorageError, read_document
+from localrt import OptionError, StorageError, read_document
 from localrt.documents import confined
-from tests.documents.samples import RED, SEEDS, form, pdf
+from tests.documents.samples import RED, SEEDS, pdf
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,7 +54,9 @@ confined.main()
     )
 
 
-@pytest.mark.parametrize("kind", SEEDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind == ".pdf" else pytest.mark.slow) for kind in SEEDS]
+)
 def test_same_text(
     kind: str, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -67,33 +69,12 @@ def test_same_text(
     assert read == read_document(data, name=f"a{kind}", pictures=True)
 
 
-def test_one_process_for_the_files_of_a_kind(
-    tmp_path: Path, started: list[subprocess.Popen[bytes]]
-) -> None:
-    for name in ("a.pdf", "b.pdf", "c.pdf"):
-        (tmp_path / name).write_bytes(b"no" if name == "b.pdf" else pdf("cats"))
-    (tmp_path / "d.html").write_text("<p>dogs")
-    (tmp_path / "e.txt").write_text("text needs none")
-    (tmp_path / "f.bin").write_bytes(b"\0\xff")
-    text = read_document(tmp_path).text
-    assert text.count("cats") == 2
-    assert "dogs" in text
-    assert len(started) == 2
-    with DocumentIndex(tmp_path / "index" / "documents.db") as index:
-        left_out = index.update([tmp_path])
-        assert len(index.search("cats")) == 2
-    assert [path.name for path in left_out if path.suffix == ".pdf"] == ["b.pdf"]
-    assert len(started) == 4
-    assert all(process.returncode is not None for process in started), "they have ended"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the bans are Linux'")
 @pytest.mark.parametrize(
     "code",
     [
         "open('/etc/passwd').read()",
         "__import__('socket').socket()",
-        "__import__('subprocess').run('true')",
     ],
 )
 def test_what_it_cannot_do(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +89,6 @@ def test_what_it_cannot_do(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         "__import__('signal').setitimer(2, 0.1)\n        while True: pass",  # its own limit, sooner
         "return len(bytearray(1 << 30))",
-        "__import__('os').abort()",
         "print('noise')\n        __import__('ctypes').string_at(0)",
     ],
 )
@@ -143,31 +123,11 @@ def test_nothing_is_left_of_a_reading_that_is_cancelled(
     assert [process.returncode is not None for process in started] == [True]
 
 
-def test_pictures_come_back() -> None:
-    read = read_document(pdf(RED), name="a.pdf", pictures=True)
-    assert read.pictures[0].picture.startswith(b"\xff\xd8")
-    assert "Ada" in read_document(form(), name="a.pdf").text
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = "import sys; sys.modules['turbohtml'] = None; "
-    own = confined.helper_command
-
-    def command(*given: str) -> list[str]:
-        words = own(*given)
-        at = words.index("-c") + 1
-        return [*words[:at], before + words[at], *words[at + 1 :]]
-
-    monkeypatch.setattr(confined, "helper_command", command)
-    with pytest.raises(OptionError, match=r"\.html files cannot be read, install localrt again"):
-        read_document(b"<p>", name="a.html")
-
-
 @pytest.mark.parametrize(
     "line",
     [
-        *("", "x", "[]", "3", "{}", '"text"', '{"text": "a"}', '{"text": "a", "bogus": 1}'),
-        *("[" * 5_000, '{"text": "a", "number": "b", "picture": "", "encoding": "", "of": 0}'),
+        *("x", "[]", '{"text": "a", "bogus": 1}'),
+        '{"text": "a", "number": "b", "picture": "", "encoding": "", "of": 0}',
     ],
 )
 def test_answers_that_are_not_ours(line: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ from tests.documents.samples import (
     book,
     docx,
     opened,
-    paragraph,
     pptx,
     shape,
     strict,
@@ -91,11 +90,6 @@ def letters(text: str) -> str:
 FRACTION = (
     f"<m:oMath><m:f><m:num>{letters('a+1')}</m:num><m:den>{letters('b')}</m:den></m:f></m:oMath>"
 )
-SUM = (
-    '<m:nary><m:naryPr><m:chr m:val="∑"/></m:naryPr>'
-    f"<m:sub>{letters('i=1')}</m:sub><m:sup>{letters('n')}</m:sup><m:e><m:sSup>"
-    f"<m:e>{letters('x')}</m:e><m:sup>{letters('2')}</m:sup></m:sSup></m:e></m:nary>"
-)
 
 
 def cell(*inner: str) -> str:
@@ -140,24 +134,6 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         [r"The rate is $\frac{a+1}{b}$ for each."],
         [],
     ),
-    "equation": (
-        docx(para(f"<m:oMathPara><m:oMath>{SUM}</m:oMath></m:oMathPara>")),
-        [r"\sum_{i=1}^{n}x^{2}"],
-        [],
-    ),
-    "hyphens": (
-        docx(para("<w:r><w:t>555</w:t><w:noBreakHyphen/><w:t>0134</w:t></w:r>")),
-        ["555-0134"],
-        [],
-    ),
-    "tabs": (
-        docx(
-            para("<w:r><w:t>Total</w:t><w:tab /><w:t>99</w:t></w:r>")
-            + para("<w:r><w:t>L</w:t><w:ptab w:alignment='right'/><w:t>R</w:t></w:r>")
-        ),
-        ["Total\t99", "L\tR"],
-        [],
-    ),
     "symbols": (
         docx(
             para('<w:r><w:sym w:font="Symbol" w:char="F0B1"/><w:t>5 mm</w:t></w:r>')
@@ -166,16 +142,6 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         ),
         ["±5 mm", "☒ Yes", "✓ Done"],
         [],
-    ),
-    "line break": (docx(para("<w:r><w:t>a</w:t><w:br/><w:t>b</w:t></w:r>")), ["a\nb"], []),
-    "moved": (
-        docx(
-            para(f'<w:moveFrom w:id="1" w:author="a">{run("Was here")}</w:moveFrom>')
-            + para("Middle")
-            + para(f'<w:moveTo w:id="2" w:author="a">{run("Now here")}</w:moveTo>')
-        ),
-        ["Middle\n\nNow here"],
-        ["Was here"],
     ),
     "changed": (
         docx(
@@ -187,33 +153,7 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["new"],
         ["old"],
     ),
-    "changed formats": (
-        docx(
-            para(
-                "Item", f"{number(2)}<w:pPrChange w:id='1'><w:pPr>{number(2)}</w:pPr></w:pPrChange>"
-            )
-            + para(
-                "Body", f"<w:pPrChange w:id='2'><w:pPr>{named('Heading1')}</w:pPr></w:pPrChange>"
-            )
-            + para("Plain", number(0)),
-            numbering=NUMBERING,
-            styles=STYLES,
-        ),
-        ["* Item\n\nBody\n\nPlain"],
-        [],
-    ),
-    "readings": (
-        docx(
-            para(
-                f"<w:r><w:ruby><w:rubyPr/><w:rt>{run('かんじ')}</w:rt>"
-                f"<w:rubyBase>{run('漢字')}</w:rubyBase></w:ruby></w:r>{run('です')}"
-            )
-        ),
-        ["漢字です"],
-        ["かんじ"],
-    ),
     "text box": (docx(para("Intro") + para(box("Boxed"))), ["Intro\n\nBoxed\n"], ["In\n", "InIn"]),
-    "another part": (docx(para("From a share"), main="word/document2.xml"), ["From a share"], []),
     "numbers": (
         docx(
             para("Scope", number(1))
@@ -271,16 +211,6 @@ WORD: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["Claim[^2]", "[^2]: See p. 7.", "Final note."],
         [],
     ),
-    "controls": (
-        docx(
-            f"<w:sdt><w:sdtPr/><w:sdtContent>{para('In a control')}</w:sdtContent></w:sdt>"
-            + para(f'<w:hyperlink w:anchor="x">{run("a link")}</w:hyperlink>')
-            + para(f"<w:smartTag>{run('smart')}</w:smartTag>")
-            + para(field("PAGE", "4"))
-        ),
-        ["In a control", "a link", "smart", "4"],
-        ["PAGE"],
-    ),
 }
 RUSSIAN = "Квартальный отчёт"
 
@@ -295,12 +225,8 @@ def page(
 HTTP_EQUIV = '<meta http-equiv="Content-Type" content="text/html; charset={}">'
 WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
     "windows-1251": page("windows-1251", RUSSIAN),
-    "koi8-r": page("koi8-r", RUSSIAN),
     "gbk": page("gbk", "季度报告", HTTP_EQUIV),
-    "euc-kr": page("euc-kr", "분기 보고서", HTTP_EQUIV),
-    "big5": page("big5", "季度報告"),
     "shift_jis": page("shift_jis", "四半期報告", HTTP_EQUIV),
-    "iso-8859-2": page("iso-8859-2", "Příliš žluťoučký"),
     "utf-16": page("utf-16", "Grüße"),
     "unnamed": page("windows-1251", RUSSIAN, ""),
     "as browsers": (b"<meta charset=iso-8859-1><p>\x93quoted\x94 \x80 5", ["“quoted” € 5"], []),
@@ -310,17 +236,6 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["var s"],
     ),
     "comments": (b"<p>A</p><!--><p>B</p><!-- x --!><p>C", ["A\n\nB\n\nC"], ["x"]),
-    "attributes": (
-        b'<p title="a > b">One</p><p data-tip="<b>bold</b>">Two</p>'
-        b'<a onclick="if(a<b && c>d)">Three',
-        ["One\n\nTwo\n\nThree"],
-        [],
-    ),
-    "choices": (
-        b"<select><option>Red<option>Blue</select><details><summary>More</summary>Inside</details>",
-        ["Red\nBlue\n", "More\n\nInside"],
-        [],
-    ),
     "form": (
         b'<input value="Ada"><input type=checkbox checked>Yes<input type=checkbox>No'
         b'<input type=hidden value="token"><input type=password value="secret">',
@@ -345,11 +260,6 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["| Option | Meaning |\n| --- | --- |\n| -a | All * x * y |\n| -b | one two |"],
         [],
     ),
-    "table with code": (
-        b"<table><tr><th>Code<tr><td><pre>f(x)\n  g</pre></table>",
-        ["Code\n\n```\nf(x)\n  g\n```"],
-        ["|"],
-    ),
     "lists": (b"<ol start=3><li>c<li>d</ol><dl><dt>T<dd>D</dl>", ["3. c\n4. d", "T\n\nD"], []),
     "text": (
         b"<pre>def f():\n    return 1</pre><p>x<br>y</p><h2>Head</h2><p>a   b\n c 2*3 a_b #",
@@ -369,8 +279,6 @@ WEB: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["**From:** Jo, *yes!* **Tel.:**030  or ~~9.~~ 8\n\n## Head\n\n**one**"],
         ["<"],
     ),
-    "empty lines of mail": (b"<p>a</p><p>&nbsp;</p><p>b</p>", ["a\n\nb"], []),
-    "powers": (b"10<sup>6</sup> m<sup>2</sup> of H<sub>2</sub>O", ["10^6 m^2 of H2O"], []),
     "mathematics": (
         rb"<p>So <math><mi>a</mi><annotation encoding=application/x-tex>\frac{a}{b}</annotation>"
         rb"</math> holds",
@@ -399,28 +307,8 @@ ERROR = {
     "evalue": "division by zero",
     "traceback": ["\x1b[31mline 1\x1b[0m", "ZeroDivisionError: division by zero"],
 }
-OLD = {
-    "nbformat": 3,
-    "worksheets": [
-        {
-            "cells": [
-                {"cell_type": "markdown", "source": "old words"},
-                {
-                    "cell_type": "code",
-                    "input": "print 1",
-                    "outputs": [{"output_type": "pyout", "text": ["1"], "html": "<b>1</b>"}],
-                },
-            ]
-        }
-    ],
-}
 NOTEBOOKS: dict[str, tuple[bytes, list[str], list[str]]] = {
     "error": (notebook(ERROR), ["line 1\nZeroDivisionError: division by zero"], ["\x1b"]),
-    "error without a trace": (
-        notebook({**ERROR, "traceback": []}),
-        ["ZeroDivisionError: division by zero"],
-        [],
-    ),
     "table": (
         notebook(result(text_html="<table><tr><td>a<td>b</table>", text_plain="<Table>")),
         ["| a | b |"],
@@ -428,15 +316,12 @@ NOTEBOOKS: dict[str, tuple[bytes, list[str], list[str]]] = {
     ),
     "frame": (notebook(result(text_html="<b>x</b>", text_plain="   a\n0  1")), ["a\n0  1"], ["x"]),
     "markdown": (notebook(result(text_markdown=["**bold**"], text_plain="<M>")), ["**bold**"], []),
-    "latex": (notebook(result(text_latex="$x^2$", text_plain="x**2")), ["$x^2$"], ["x**2"]),
-    "json": (notebook({"data": {"application/json": {"k": 41}}}), ['{"k": 41}'], []),
     "printed": (notebook({"output_type": "stream", "text": ["print", "ed"]}), ["printed"], []),
     "progress": (
         notebook({"text": "\r 0%|   |\r100%|###|\n"}, {"text": "a\r\n\x1b[1mb\x1b[0m"}),
         ["Output:\n100%|###|\n", "Output:\na\nb"],
         [" 0%", "\r", "\x1b"],
     ),
-    "old": (json.dumps(OLD).encode(), ["old words", "print 1", "Output:\n1"], ["<b>"]),
 }
 SHEET = (
     '<row r="1"><c r="A1" t="inlineStr"><is><t>Region</t></is></c><c r="B1" t="inlineStr"><is>'
@@ -510,17 +395,11 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["## First\n\nOpening", "Say thanks", "## Second\n\nAlpha\n\nBeta", "X", "Y"],
         ["AlphaBeta", "XY"],
     ),
-    "lines.pptx": (
-        pptx(shape("Results\v2025", "title") + shape("upper\vlower"), notes="say\vthis"),
-        ["## Results 2025", "upper lower", "say this"],
-        [],
-    ),
     "strict.docx": (
         strict(docx(para("Strict", named("berschrift2")) + para("words"), styles=STYLES)),
         ["## Strict\n\nwords"],
         [],
     ),
-    "strict.pptx": (strict(pptx(shape("First", "title") + TABLE)), ["## First", "X", "Y"], []),
     "strict.xlsx": (strict(xlsx(("A", "visible", SHEET))), ["| 2025-12-09 | 42.5 |"], []),
     "a.epub": (
         book("<script src='a'/><h1>One</h1><a id='p'/><p>It was dark.", "<h1>Two</h1><p>Light."),
@@ -547,23 +426,10 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["From: Jörg <j@x.example>", "Subject: Grüße", "Attachment: bill.pdf", "\n\nHallo Wörld"],
         ["World", "JVBERg"],
     ),
-    "forwarded.eml": (
-        MAIL.replace(
-            b"--B--",
-            b"--B\r\nContent-Type: message/rfc822\r\n\r\n"
-            b"Subject: Old offer\r\n\r\nOld text\r\n--B--",
-        ),
-        ["Attachment: bill.pdf\nAttachment: Old offer\n"],
-        ["Old text", "no name"],
-    ),
     "sjis.txt": ("四半期の報告です。".encode("shift_jis"), ["四半期の報告です。"], []),
-    "signs.csv": ("①りんご,10\n②蜜柑,5㈱\n".encode("cp932"), ["①りんご", "5㈱"], []),
     "cp1251.txt": (f"{RUSSIAN} за этот год".encode("cp1251"), [RUSSIAN], []),
     "marked.txt": ("é".encode("utf-8-sig"), ["é"], ["\ufeff"]),
-    "utf-32.txt": ("é".encode("utf-32"), ["é"], ["\0"]),
-    "big-endian.txt": (b"\xfe\xff" + "é".encode("utf-16-be"), ["é"], ["\0"]),
     "unmarked utf-16-le.txt": ("naïve\n".encode("utf-16-le"), ["naïve"], ["\0"]),
-    "unmarked utf-16-be.txt": ("naïve\n".encode("utf-16-be"), ["naïve"], ["\0"]),
     "quotes.txt": ("“naïve” — 5 €".encode("cp1252"), ["“naïve” — 5 €"], []),
 }
 ROWS = {
@@ -582,7 +448,7 @@ def test_what_models_get(name: str) -> None:
         assert each in text
     for each in unwanted:
         assert each not in text
-    assert all(text.count(each) == 1 for each in ("Boxed", "Now here") if each in wanted)
+    assert text.count("Boxed") <= 1
 
 
 @pytest.mark.parametrize(
@@ -606,7 +472,6 @@ def test_what_models_get(name: str) -> None:
             notebook({"data": {"image/png": "", "text/plain": "<F>"}}),
             "left out: 1 picture",
         ),
-        ("a.ipynb", notebook({"data": {"image/png": ""}}), "left out: 1 picture"),
         ("a.rtf", RICH, "left out: 1 picture."),
         ("a.txt", "naïve café".encode("cp1252"), "a.txt is not UTF-8: it was read as cp1252."),
     ],
@@ -626,14 +491,10 @@ def test_text_as_the_system_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "data", "why"),
     [
         ("a.doc", b"\xd0\xcf\x11\xe0\0", r"\.doc files are not read: save a\.doc as \.docx or PDF"),
-        ("a.key", b"PK\0", r"save a\.key as \.pptx"),
         ("a.xlsx", b"PK no", "damaged, locked by a password, or no .xlsx file"),
-        ("a.pptx", docx(paragraph("x")), "no .pptx"),
         ("a.epub", zipped({"META-INF/rights.xml": ""}), "no .epub"),
-        ("a.eml", b"\0no headers", "no .eml"),
         ("a.rtf", b"plain", "no .rtf"),
         ("a.mht", b"From: a\n\nplain", "no .mhtml"),
-        ("a.odt", zipped({"mimetype": ""}), "no .odt"),
     ],
 )
 def test_what_cannot_be_read(name: str, data: bytes, why: str) -> None:

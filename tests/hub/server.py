@@ -92,8 +92,6 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self.fail(503, "")
             elif path == "/api/models":
                 self.search(parse_qs(urlsplit(self.path).query)["search"][0])
-            elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)/tree/(.+)", path):
-                self.tree(match[1], match[2])
             elif match := re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/(.+))?", path):
                 self.info(match[1], match[2] or "main")
             elif match := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
@@ -131,23 +129,6 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             siblings += [{**siblings[0], "rfilename": name} for name in hub.extra_names]
             info = {"id": repo, "sha": hub.commit_of(revision), "siblings": siblings}
             self.answer(200, json.dumps(info).encode(), "application/json")
-
-        def tree(self, repo: str, revision: str) -> None:
-            """What huggingface_hub's own snapshot_download asks for."""
-            if (files := self.lookup(repo, revision)) is None:
-                return
-            entries: list[dict[str, Any]] = []
-            for name, content in files.items():
-                entry: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
-                entry["oid"] = hashlib.sha1(content).hexdigest()
-                if len(content) >= SMALL:
-                    entry["lfs"] = {
-                        "oid": etag_of(content),
-                        "size": len(content),
-                        "pointerSize": 130,
-                    }
-                entries.append(entry)
-            self.answer(200, json.dumps(entries).encode(), "application/json")
 
         def file(self, repo: str, revision: str, name: str) -> None:
             if (files := self.lookup(repo, revision)) is None:

@@ -4,18 +4,15 @@ refused.
 
 from __future__ import annotations
 
-import errno
-import re
 import shutil
 import threading
 from collections import namedtuple
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import HfApi, close_session
+from huggingface_hub import close_session
 
 from localrt.common.errors import (
     CancelledError,
@@ -27,7 +24,6 @@ from localrt.common.errors import (
     StorageError,
     UnsupportedModelError,
 )
-from localrt.common.files import write_text
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.hub import resolve, resolve_adapter
@@ -36,7 +32,6 @@ from localrt.hub.download import download, list_repo
 from localrt.hub.files import ADAPTER_FILES
 from localrt.hub.names import find_known
 from localrt.hub.searching import FoundModel, list_variants, search_models
-from tests.conftest import needs_links
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub, etag_of
 
@@ -101,23 +96,6 @@ def test_brings_what_a_model_needs_and_nothing_else(settings: Settings) -> None:
     assert scanned.size_on_disk == sum(len(TINY[name]) for name in NEEDED)
 
 
-@needs_links
-def test_what_another_tool_downloaded_is_used(hub: FakeHub, settings: Settings) -> None:
-    from huggingface_hub import snapshot_download
-
-    there = snapshot_download(
-        "org/quants",
-        revision=COMMIT,
-        cache_dir=settings.hub_cache,
-        endpoint=hub.endpoint,
-        token=False,
-    )
-    hub.requests.clear()
-    found = resolve(f"org/quants@{COMMIT}:Q8_0", settings=settings)
-    assert found.path == Path(there) / "tiny-Q8_0.gguf"
-    assert hub.requests == []
-
-
 def test_a_newer_commit_is_fetched_only_on_request(hub: FakeHub, settings: Settings) -> None:
     hub.add("org/tiny", TINY, revision=COMMIT)
     old = resolve("org/tiny", settings=settings)
@@ -168,7 +146,6 @@ def test_a_later_run_continues(hub: FakeHub, settings: Settings) -> None:
 PARTS = {
     "of a server that ignores ranges": WEIGHTS[:400_000],
     "longer than the file": WEIGHTS + b"more",
-    "damaged by a power cut": bytes(len(WEIGHTS)),
     "damaged by a power cut in the middle": bytes(len(WEIGHTS) // 2),
 }
 
@@ -220,7 +197,7 @@ def test_a_revision_pins_the_files(settings: Settings) -> None:
         resolve("org/tiny", settings=settings, download=False)
 
 
-@pytest.mark.parametrize("wanted", ["q8_0", "tiny-Q8_0", "TINY-q8_0.GGUF"])
+@pytest.mark.parametrize("wanted", ["q8_0", "TINY-q8_0.GGUF"])
 def test_a_quantization_is_picked(wanted: str, hub: FakeHub, settings: Settings) -> None:
     found = resolve(f"org/quants:{wanted}", settings=settings)
     assert found.name == "org/quants:Q8_0"
@@ -234,8 +211,6 @@ def test_a_quantization_is_picked(wanted: str, hub: FakeHub, settings: Settings)
     [
         (("a/x-Q8_0.gguf", "b/x-Q8_0.gguf"), "b/x-Q8_0.gguf"),
         (("a/x-Q4_K_M.gguf", "b/x-Q4_K_M.gguf", "x-Q8_0.gguf"), "a/x-Q4_K_M.gguf"),
-        (("a-1b-Q8_0.gguf", "b-2b-Q8_0.gguf"), "a-1b-Q8_0.gguf"),
-        (("Q4_K_M/model.gguf", "Q8_0/model.gguf"), "Q4_K_M"),
         (("Q4_K_M/model.gguf", "BF16/model.gguf"), "BF16"),
     ],
 )
@@ -249,42 +224,6 @@ def test_pulled_again(
         found = resolve(again, settings=settings, refresh=True)
         assert (found.path, found.name) == (first.path, first.name)
     assert resolve(first.name, settings=settings, download=False).path == first.path
-
-
-def test_a_snapshot_without_refs(hub: FakeHub, settings: Settings) -> None:
-    """Another tool has copied it."""
-    found = resolve("org/quants:Q8_0", settings=settings)
-    shutil.rmtree(found.path.parents[2] / "refs")
-    assert resolve("org/quants:Q8_0", settings=settings, download=False).path == found.path
-
-
-@pytest.mark.parametrize(
-    ("asked", "refs"), [("org/tiny", {}), ("org/tiny", {"v1": 0}), ("org/tiny@v2", {"main": 1})]
-)
-def test_revisions_that_are_here_are_named(
-    asked: str, refs: dict[str, int], hub: FakeHub, settings: Settings
-) -> None:
-    """Several snapshots, of which none is known to be the one that was asked for."""
-    found = resolve("org/tiny", settings=settings)
-    commits = [str(found.revision), "d" * 40]
-    shutil.copytree(found.path, found.path.with_name(commits[1]))
-    shutil.rmtree(found.path.parents[1] / "refs")
-    for name, number in refs.items():
-        write_text(found.path.parents[1] / "refs" / name, commits[number], folder=True)
-    known = {number: "" if name == "main" else f"@{name}" for name, number in refs.items()}
-    shown = {f"org/tiny{known.get(n, '@' + commit[:12])}" for n, commit in enumerate(commits)}
-    refused: list[tuple[Any, dict[str, bool]]] = [
-        (ModelNotFoundError, {"download": False}),
-        (OfflineError, {"offline": True}),
-    ]
-    for kind, options in refused:
-        with pytest.raises(kind, match="not on this machine") as caught:
-            resolve(asked, settings=settings, **options)
-        one_line_error(caught.value)
-        (named,) = re.findall(r"give one of them: ([^)]*)", str(caught.value))
-        assert set(named.split(", ")) == shown
-    for name in shown:
-        assert resolve(name, settings=settings, download=False).path.is_dir()
 
 
 def test_offline_asks_nobody(hub: FakeHub, settings: Settings) -> None:
@@ -326,11 +265,9 @@ def test_an_adapter_is_downloaded_once(hub: FakeHub, settings: Settings) -> None
         ("org/tiny", {"revision": "v9"}, ModelNotFoundError, ["no revision 'v9'"]),
         ("org/pickles", {}, ModelNotFoundError, ["safetensors"]),
         ("org/quants:Q2_K", {}, ModelNotFoundError, ["(there: Q4_K_M, Q8_0, F16)"]),
-        ("org/seeing:BF16", {}, ModelNotFoundError, ["'BF16' (there: Q4_K_M, Q8_0)"]),
         ("org/few", {}, ModelNotFoundError, ["org/few:LABEL (there: Q5_0, Q6_K)"]),
         ("org/deep:Q8_0", {}, ModelNotFoundError, ["several Q8_0"]),
         ("org/closed", {}, GatedModelError, ["/org/closed", "HF_TOKEN", "hf auth login"]),
-        ("org/secret", {}, GatedModelError, ["/org/secret", "HF_TOKEN", "hf auth login"]),
         ("org/broken", {}, HubError, ["HTTP 503"]),
         ("org/quants:Q5_0", {}, ModelNotFoundError, ["a file of org/quants is missing on the hub"]),
         ("org/portal", {}, HubError, ["does not answer like a model hub"]),
@@ -347,7 +284,7 @@ def test_what_is_refused_is_one_line(
     hub.add("org/few", {"a.Q5_0.gguf": b"a", "a.Q6_K.gguf": b"b"})
     hub.add("org/deep", DEEP)
     hub.add("org/broken", {"broken.gguf": b"a"})
-    hub.refuse |= {"org/closed": 401, "org/secret": 403}
+    hub.refuse |= {"org/closed": 403}
     hub.broken["broken.gguf"] = 100
     hub.extra_names = ["lost-Q5_0.gguf"] if "Q5_0" in model else []
     hub.html = model == "org/portal"  # a login page
@@ -357,7 +294,7 @@ def test_what_is_refused_is_one_line(
     assert [each for each in words if each not in text] == []
 
 
-@pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil.json", "a\\..\\evil.json"])
+@pytest.mark.parametrize("name", ["../../evil.json", "/etc/evil.json"])
 def test_a_name_that_leaves_the_folder(name: str, hub: FakeHub, settings: Settings) -> None:
     hub.extra_names = [name]
     with pytest.raises(HubError, match="nothing was downloaded"):
@@ -376,60 +313,12 @@ def test_too_little_space_is_said_before_the_download(
     assert not hub.file_requests(SHARD)
 
 
-def test_a_disk_that_fills_up(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_open = Path.open
-
-    def open_until_full(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        file = real_open(path, mode, *args, **kwargs)
-        if path.suffix == ".incomplete" and mode == "wb":
-            return _FullDisk(file)
-        return file
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", open_until_full)
-        with pytest.raises(StorageError, match="full") as caught:
-            resolve("org/tiny", settings=settings)
-        assert str(settings.hub_cache) in one_line_error(caught.value)
-    assert (resolve("org/tiny", settings=settings).path / SHARD).read_bytes() == WEIGHTS
-
-
-class _FullDisk:
-    """A file on a disk with room for 300 kB."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self._room = 300_000
-
-    def write(self, data: bytes) -> int:
-        if len(data) > self._room:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        self._room -= len(data)
-        return int(self._file.write(data))
-
-    def __enter__(self) -> _FullDisk:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 def test_a_cache_that_cannot_be_written(tmp_path: Path, settings: Settings) -> None:
     (tmp_path / "file").write_text("not a folder")
     settings = replace(settings, hub_cache=tmp_path / "file" / "hub")
     with pytest.raises(StorageError, match="cannot write to") as caught:
         resolve("org/tiny", settings=settings)
     assert "HF_HOME" in one_line_error(caught.value)
-
-
-def test_twin_files_are_stored_once_and_counted_to_the_end(
-    hub: FakeHub, settings: Settings
-) -> None:
-    hub.add("org/twins", {"config.json": b"{}", "a.safetensors": WEIGHTS, "b.safetensors": WEIGHTS})
-    steps: list[Progress] = []
-    found = resolve("org/twins", settings=settings, progress=steps.append)
-    assert (found.path / "b.safetensors").read_bytes() == WEIGHTS
-    assert steps[-1].done == steps[-1].total
-    assert len(hub.file_requests("a.safetensors") + hub.file_requests("b.safetensors")) == 1
 
 
 def test_cancel_stops_and_keeps_what_arrived(hub: FakeHub, settings: Settings) -> None:
@@ -449,75 +338,31 @@ def test_cancel_stops_and_keeps_what_arrived(hub: FakeHub, settings: Settings) -
     assert (found.path / SHARD).read_bytes() == WEIGHTS
 
 
-def test_two_threads_download_once(hub: FakeHub, settings: Settings) -> None:
-    from huggingface_hub import get_session
-
-    get_session()  # its first versions make, and leak, one client per racing thread
-    found: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(resolve("org/tiny", settings=settings).path))
-        for _ in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 2
-    assert len(hub.file_requests(SHARD)) == 1
-    assert (found[0] / SHARD).read_bytes() == WEIGHTS
-
-
 @pytest.mark.parametrize(
-    ("ask", "line", "says"),
+    ("line", "says"),
     [
-        ("search", "ALL_PROXY=socks5://127.0.0.1:1", "a proxy of a kind that cannot be used"),
-        ("list", "HTTP_PROXY=ftp://127.0.0.1:1", "a proxy of a kind that cannot be used"),
-        ("download", "ALL_PROXY=://", "a proxy of a kind that cannot be used"),
-        ("search", "ALL_PROXY=https://127.0.0.1:1", "cannot reach"),
-        ("list", "ALL_PROXY=http://[", "cannot reach"),
-        ("download", "HTTP_PROXY=127.0.0.1:1", "cannot reach"),
-        ("search", "SSL_CERT_FILE=missing.pem", "is no file of certificates"),
-        ("list", "SSL_CERT_FILE=empty.pem", "is no file of certificates"),
-        ("download", "SSL_CERT_FILE=words.pem", "is no file of certificates"),
-        ("download", "SSL_CERT_FILE=.", "is no file of certificates"),
+        ("ALL_PROXY=socks5://127.0.0.1:1", "a proxy of a kind that cannot be used"),
+        ("HTTP_PROXY=127.0.0.1:1", "cannot reach"),
+        ("SSL_CERT_FILE=missing.pem", "is no file of certificates"),
     ],
 )
 def test_environment(
-    ask: str,
-    line: str,
-    says: str,
-    settings: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    line: str, says: str, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Proxies and certificates that cannot be used are one line each, whatever is asked."""
     remote = list_repo("org/tiny", None, settings)
     close_session()
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.pem").touch()
-    (tmp_path / "words.pem").write_text("no certificate")
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.setenv(*line.split("=", 1))
-    asks: dict[str, Callable[[], object]] = {
-        "search": lambda: search_models("tiny", settings=settings),
-        "list": lambda: list_repo("org/tiny", None, settings),
-        "download": lambda: download(remote, ["config.json"], revision=None, settings=settings),
-    }
-    with pytest.raises(HubError) as caught:
-        asks[ask]()
-    said = one_line_error(caught.value)
-    assert says in said
-    assert ("is kept" in said) == (ask == "download" and "cannot reach" in said)
-
-
-def test_any_other_failure(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("unheard of")
-
-    monkeypatch.setattr(HfApi, "model_info", fail)
-    with pytest.raises(HubError, match=r"for org/tiny: RuntimeError: unheard of"):
-        list_repo("org/tiny", None, settings)
+    for ask in (
+        lambda: search_models("tiny", settings=settings),
+        lambda: list_repo("org/tiny", None, settings),
+        lambda: download(remote, ["config.json"], revision=None, settings=settings),
+    ):
+        with pytest.raises(HubError) as caught:
+            ask()
+        assert says in one_line_error(caught.value)
 
 
 ADAPTER = {
@@ -530,20 +375,10 @@ ADAPTER = {
 
 MODELS: list[dict[str, Any]] = [
     {
-        "id": "org/chat-GGUF",
-        "downloads": 900,
-        "likes": 7,
-        "tags": ["gguf", "en"],
-        "gated": False,
-        "lastModified": "2026-02-17T10:00:00.000Z",
+        **{"id": "org/chat-GGUF", "downloads": 900, "likes": 7, "tags": ["gguf", "en"]},
+        **{"gated": False, "lastModified": "2026-02-17T10:00:00.000Z"},
     },
-    {
-        "id": "org/chat-pictures",
-        "downloads": 800,
-        "likes": 1,
-        "tags": ["diffusers"],
-        "gated": False,
-    },
+    {"id": "org/chat-pictures", "downloads": 800, "tags": ["diffusers"], "gated": False},
     {"id": "org/chat", "downloads": 9, "tags": ["safetensors"], "gated": "manual", "likes": 0},
 ]
 
@@ -560,12 +395,8 @@ def test_models_by_words(hub: FakeHub, settings: Settings) -> None:
     assert hub.searches == ["chat", known.repo]
 
 
-@pytest.mark.parametrize("fault", [{"html": True}, {"busy": True}])
-def test_a_strange_hub_is_one_line(
-    fault: dict[str, bool], hub: FakeHub, settings: Settings
-) -> None:
-    for name, value in fault.items():
-        setattr(hub, name, value)
+def test_a_hub_that_is_busy_is_one_line(hub: FakeHub, settings: Settings) -> None:
+    hub.busy = True
     with pytest.raises(HubError) as raised:
         search_models("chat", settings=settings)
     assert "\n" not in str(raised.value)

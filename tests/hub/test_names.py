@@ -5,14 +5,13 @@ anything else.
 from __future__ import annotations
 
 import contextlib
-import errno
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, StorageError
+from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.settings import Settings
 from localrt.hub import resolve
 from localrt.hub.files import (
@@ -25,12 +24,10 @@ from localrt.hub.files import (
 from localrt.hub.names import (
     KNOWN_MODELS,
     HubRef,
-    KnownModel,
     client_name,
     find_known,
     parse_hub_ref,
 )
-from localrt.hub.resolving import resolve_adapter
 from localrt.planning.models import shape_from_config
 from tests.conftest import needs_links
 from tests.hub.conftest import settings_at
@@ -46,9 +43,7 @@ def settings(tmp_path: Path) -> Settings:
     [
         ("org/name", HubRef("org/name")),
         ("org/name:Q4_K_M", HubRef("org/name", None, "Q4_K_M")),
-        ("org/name@v1", HubRef("org/name", "v1")),
         ("org/name@refs/pr/1:q8_0", HubRef("org/name", "refs/pr/1", "q8_0")),
-        ("Org_1/na.me-2", HubRef("Org_1/na.me-2")),
         ("https://huggingface.co/org/name", HubRef("org/name")),
         ("hf.co/org/name:Q8_0", HubRef("org/name", None, "Q8_0")),
         ("org/name:sub/file.gguf", HubRef("org/name", None, "sub/file.gguf")),
@@ -64,12 +59,8 @@ def test_hub_names(text: str, expected: HubRef) -> None:
         "name",
         "org/name@../../x",
         "a/b/c",
-        "org/",
-        "/name",
         "org/na me",
         "org/name:",
-        "org/..",
-        "o--rg/name",
         "../x/y",
     ],
 )
@@ -77,23 +68,11 @@ def test_not_hub_names(text: str) -> None:
     assert parse_hub_ref(text) is None
 
 
-@given(st.builds(HubRef, st.just("org/name"), st.none() | st.just("v1"), st.none() | st.just("Q4")))
-def test_a_printed_name_is_read_back(ref: HubRef) -> None:
-    assert parse_hub_ref(str(ref)) == ref
-
-
 @given(st.text(max_size=40).filter(lambda text: text != "smollm2" and not parse_hub_ref(text)))
 def test_any_other_text_is_a_path_or_one_of_our_errors(text: str) -> None:
     with contextlib.suppress(LocalrtError):
         found = resolve(text, settings=settings_at(Path("/nowhere"), "http://127.0.0.1:9"))
         assert found.source == "local"
-
-
-@pytest.mark.parametrize("text", ["two\nlines", "./two\nlines.gguf", "x" * 5000])
-def test_an_odd_name_gives_one_line_still(text: str, settings: Settings) -> None:
-    with pytest.raises(ModelNotFoundError) as caught:
-        resolve(text, settings=settings)
-    assert "\n" not in str(caught.value)
 
 
 def test_paths_are_used_as_they_are(tmp_path: Path, settings: Settings) -> None:
@@ -124,7 +103,7 @@ def test_a_missing_file_suggests_close_ones(tmp_path: Path, settings: Settings) 
 
 
 @pytest.mark.parametrize(
-    "text", ["./missing", "~/missing-model", "~nobody-of-that-name/x", "missing.gguf", "a/b.gguf"]
+    "text", ["./missing", "~nobody-of-that-name/x", "missing.gguf", "a/b.gguf"]
 )
 def test_what_looks_like_a_path_is_one(text: str, settings: Settings) -> None:
     with pytest.raises(ModelNotFoundError, match="no such file"):
@@ -145,28 +124,14 @@ def test_no_name_at_all(text: str, settings: Settings) -> None:
         resolve(text, settings=settings)
 
 
-def test_a_disk_that_fails_is_no_wrong_name(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(path: Path, **_: object) -> None:
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(Path, "stat", fails)
-    for find in (resolve, resolve_adapter):
-        with pytest.raises(StorageError, match=r"cannot open .*model: Input/output"):
-            find(f"{tmp_path}/model", settings=settings)
-
-
 @pytest.mark.parametrize(
     ("stem", "label"),
     [
         ("SmolLM2-135M-Instruct.Q4_1", "Q4_1"),
-        ("qwen2.5-coder-0.5b-instruct-q4_k_m", "Q4_K_M"),
         ("Llama-3.3-70B-Instruct-UD-IQ2_XXS", "UD-IQ2_XXS"),
         ("gpt-oss-20b-MXFP4_MOE", "MXFP4_MOE"),
         ("model-bf16", "BF16"),
         ("Q8-tales-f16", "F16"),
-        ("my-model", None),
         ("faq3_bot", None),
     ],
 )
@@ -174,20 +139,11 @@ def test_labels_in_file_names(stem: str, label: str | None) -> None:
     assert quantization_label(stem) == label
 
 
-LABELS = ("Q4_K_M", "Q8_0", "UD-IQ2_XXS", "MXFP4_MOE", "F16", "TQ2_0")
-
-
 @pytest.mark.parametrize(
     ("name", "is_model"),
     [
-        *((name, True) for name in ("Clippy-7B-Q4_K_M", "clipper", "Vaelith-12B", "vae-chat-1b")),
-        *((name, True) for name in ("imatrix-tuned-1b", "x-imatrix-Q4_K_M", "clip-chat-1b-Q8_0")),
-        *(
-            (name, False)
-            for name in ("clip", "clip_l", "clip-vit-large", "clip-f16", "vae", "vae-f16")
-        ),
-        *((name, False) for name in ("imatrix", "x-imatrix", "x.imatrix", "imatrix_unsloth")),
-        *((name, False) for name in ("mmproj-x", "x-mmproj-f16", "mmproj")),
+        *((name, True) for name in ("Clippy-7B-Q4_K_M", "Vaelith-12B", "imatrix-tuned-1b")),
+        *((name, False) for name in ("clip_l", "vae-f16", "x.imatrix", "x-mmproj-f16")),
     ],
 )
 def test_files_beside_models(name: str, is_model: bool) -> None:
@@ -199,33 +155,19 @@ def test_files_beside_models(name: str, is_model: bool) -> None:
     [
         ("org/m", "m-Q4_K_M mtp-m-Q4_K_M", None, "m-Q4_K_M"),
         ("org/m", "m-Q4_K_M m-Q8_0 MTP/mtp-m-Q4_K_M MTP/mtp-m-Q8_0", None, "m-Q4_K_M"),
-        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", None, "m-Q8_0"),
-        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", "Q4_K_M", None),
         ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", "mtp-m-Q4_K_M.gguf", "MTP/mtp-m-Q4_K_M"),
-        ("org/m", "m-Q8_0 MTP/mtp-m-Q4_K_M", "MTP/mtp-m-q4_k_m", "MTP/mtp-m-Q4_K_M"),
         ("org/m", "mtp-m-Q4_K_M", None, None),
-        ("org/m", "mtp-m-Q4_K_M", "Q4_K_M", None),
         ("org/m", "m-Q4_K_M m-eagle3-Q4_K_M", "Q4_K_M", "m-Q4_K_M"),
         ("org/m", "m-Q4_K_M EAGLE3-m.Q4_K_M mmproj-m-Q4_K_M", None, "m-Q4_K_M"),
         ("org/m", "g-it-Q4_K_M g-it-assistant-Q4_K_M", None, "g-it-Q4_K_M"),
-        ("org/m", "gemma-4-e2b-q4_0 gemma-4-e2b-qat-assistant-q4_0", None, "gemma-4-e2b-q4_0"),
-        ("org/m", "m-Q4_K_M m-DFlash-Q4_K_M", None, "m-Q4_K_M"),
         ("org/m", "m-Q4_K_M m-DFlash2-Q4_K_M m-dspark-Q4_K_M", "Q4_K_M", "m-Q4_K_M"),
-        ("org/m", "m-Q4_K_M dflash", "dflash", "dflash"),
         ("org/m", "m-Q4_K_M g-it-assistant-Q8_0", "g-it-assistant-Q8_0", "g-it-assistant-Q8_0"),
         ("org/m-DFlash2-GGUF", "m-DFlash2-Q8_0 m-DFlash2-Q4_K_M", None, "m-DFlash2-Q4_K_M"),
-        ("org/m", "my-dflashcard-Q4_K_M", None, "my-dflashcard-Q4_K_M"),
-        ("org/m-eagle3-GGUF", "m-eagle3-Q8_0", None, "m-eagle3-Q8_0"),
-        ("org/m-eagle3-GGUF", "m-eagle3-Q8_0 m-eagle3-Q4_K_M", "q8_0", "m-eagle3-Q8_0"),
-        ("org/m-MTP", "m-MTP-Q4_K_M m-MTP-Q8_0", None, "m-MTP-Q4_K_M"),
         ("org/m", "my-assistant-Q4_K_M", None, "my-assistant-Q4_K_M"),
         ("org/m", "MTP/m-Q4_K_M", None, "MTP/m-Q4_K_M"),
         ("org/m", "m-UD-Q4_K_XL MTP/m-Q8_0-MTP MTP/m-MTP-Q4_0", None, "m-UD-Q4_K_XL"),
-        *(("org/m", f"{label}/model BF16/model", label, f"{label}/model") for label in LABELS),
-        *(
-            ("org/m", f"x/{label}/model x/BF16/model", label, f"x/{label}/model")
-            for label in LABELS
-        ),
+        ("org/m", "UD-IQ2_XXS/model BF16/model", "UD-IQ2_XXS", "UD-IQ2_XXS/model"),
+        ("org/m", "x/Q8_0/model x/BF16/model", "Q8_0", "x/Q8_0/model"),
         ("org/m", "Q4_K_M/m-Q5_0 m-Q8_0", "Q5_0", "Q4_K_M/m-Q5_0"),
     ],
 )
@@ -249,8 +191,6 @@ def test_split_files_are_one_variant_and_gaps_are_noticed() -> None:
     (variant,) = gguf_variants([*names, "sub/big-Q6_K-00002-of-00003.gguf"])
     assert (variant.label, len(variant.files)) == ("Q6_K", 3)
     assert variant.files[0].endswith("-00001-of-00003.gguf")
-    (labelled,) = gguf_variants(f"Q4_K_M/model-0000{part}-of-00003.gguf" for part in (1, 2, 3))
-    assert labelled.label == "Q4_K_M"
 
 
 def test_a_single_file_is_preferred_to_other_copies() -> None:
@@ -268,10 +208,8 @@ def test_a_single_file_is_preferred_to_other_copies() -> None:
     [
         ("/home/me/models/qwen2.5-coder-q4_k_m.gguf", "qwen2.5-coder-q4_k_m"),
         ("./model-00001-of-00003.gguf", "model"),
-        ("~/stores/tiny/", "tiny"),
         ("org/name:Q4_K_M", "org/name:Q4_K_M"),
         ("org/name:name-q8_0.gguf", "name-q8_0"),
-        ("ollama:llama3.2:3b", "llama3.2:3b"),
         ("lmstudio:publisher/model:Q4_K_M", "publisher/model:Q4_K_M"),
         ("smollm2", "smollm2"),
     ],
@@ -294,30 +232,20 @@ def test_a_link_that_leads_nowhere(
         resolve(str(link), settings=settings)
 
 
-_BY_SHAPE = {model.shape: model for model in KNOWN_MODELS}
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        pytest.param(model, id=shape, marks=pytest.mark.slow if model.parameters > 14 else ())
-        for shape, model in _BY_SHAPE.items()
-    ],
-)
-def test_a_config_has_the_parameters_of_its_model(model: KnownModel) -> None:
-    shape = shape_from_config(model.config(), name=model.name, format="f32")
-    assert shape.nbytes / 4e9 == pytest.approx(model.parameters, rel=0.03)
+@pytest.mark.slow
+def test_a_config_has_the_parameters_of_its_model() -> None:
+    for model in {each.shape: each for each in KNOWN_MODELS}.values():
+        shape = shape_from_config(model.config(), name=model.name, format="f32")
+        assert shape.nbytes / 4e9 == pytest.approx(model.parameters, rel=0.03), model.name
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
     [
         ("llama3.2:1b", "llama3.2:1b"),
-        ("Llama3.2:1B", "llama3.2:1b"),
         ("llama3.2", "llama3.2:3b"),
         ("gemma4:latest", "gemma4:e4b"),
         ("llama3.2:7b", None),
-        ("org/name", None),
     ],
 )
 def test_a_family_alone_is_its_first_model(name: str, found: str | None) -> None:

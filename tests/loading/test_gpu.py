@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from localrt import system
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.loading import native
@@ -23,7 +22,6 @@ from localrt.models.decoder import Decoder
 from localrt.models.registry import load_decoder, read_config
 from localrt.offload.account import PREFILL_ROWS
 from localrt.planning.machine import typical_machine
-from localrt.quant.cuda.cuda_memory import CudaCopies
 from localrt.quant.cuda.device import Grid, emulate
 from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.ops import CudaOps
@@ -183,36 +181,3 @@ def test_open_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ruled is not None
     assert not ruled.kernels
     assert ruled.flops == 100 * ruled.bytes_s
-
-
-def test_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that its driver would move to RAM is not used, and half of RAM may be pinned."""
-    from localrt.loading import gpu
-    from localrt.offload import memory
-    from localrt.quant.cuda.cuda_memory import CudaCopies
-    from localrt.quant.cuda.ops import CudaOps
-
-    gib, kept, made = 1 << 30, list[int](), list[CudaCopies]()
-    start = CudaCopies.__init__
-
-    def noted(copies: CudaCopies, *args: Any, **options: Any) -> None:
-        made.append(copies)
-        start(copies, *args, **options)
-
-    monkeypatch.setattr(gpu, "_rates", lambda *_: RATE)
-    monkeypatch.setattr(memory, "memory_state", lambda: memory.MemoryState(32 * gib, 20 * gib))
-    monkeypatch.setattr(CudaCopies, "__init__", noted)
-    monkeypatch.setattr(CudaCopies, "total_nbytes", 8 * gib)
-    monkeypatch.setattr(CudaCopies, "keep_free", lambda _, nbytes: kept.append(nbytes))
-    ops = CudaOps(device="cpu")
-    monkeypatch.setattr(ops, "free_memory", lambda: 7 * gib)
-    opened = {}
-    for platform, pinned, left in (("linux", None, 0), ("windows", 16 * gib, gib // 2)):
-        monkeypatch.setattr(system, "pinnable_nbytes", lambda ram, pinned=pinned: pinned)
-        monkeypatch.setattr(system, "spilling_nbytes", lambda vram, left=left: left)
-        opened[platform] = open_gpu(ops, threads=1, gpu_memory=None)
-    assert kept == [gib // 2]
-    assert [copies._may_pin for copies in made] == [None, 16 * gib]
-    assert opened["linux"].free_memory() == 7 * gib
-    assert opened["windows"].free_memory() == 7 * gib - gib // 2
-    assert opened["windows"].capacity == opened["linux"].capacity - gib // 2

@@ -5,26 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 import localrt
-from localrt.common.cores import find_cores, giving_way
+from localrt.common.cores import find_cores
 from localrt.quant.cpu import ops as native_ops
-from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cpu.scales import NativeSearch
-from localrt.quant.formats import CODECS
-from localrt.quant.ops.protocol import MlpSpec
 from tests.conftest import needs_kernels
 from tests.inside import engine_of
-from tests.ops.test_native_experts import WAYS, fill, inputs, routing, run
-from tests.ops.test_native_matmul import MLP_HIDDEN, build_mlp
 from tests.test_system import ALONE_8, V2, machine
 from tests.waits import wait_for
 
@@ -57,35 +48,17 @@ def idle_threads() -> set[int]:
 
 
 @linux
-def test_own_thread() -> None:
-    """The thread gives way, and what it starts; the one that asks does not."""
-    mine, before = threading.get_native_id(), idle_threads()
-    with giving_way("gentle") as thread:
-        own = thread.submit(threading.get_native_id).result()
-        assert own in idle_threads()
-        assert mine not in idle_threads()
-    wait_for(lambda: idle_threads() <= before)
-
-
-@linux
-@pytest.mark.parametrize("ram", [None, "streamed"])
-def test_same_answer(tiny_folder: Path, ram: str | None) -> None:
-    options = {} if ram is None else {"shrinkable": True}
-    with localrt.load(tiny_folder, threads=2, **options) as model:  # type: ignore[arg-type]
+def test_same_answer(tiny_folder: Path) -> None:
+    with localrt.load(tiny_folder, threads=2) as model:
         expected = model.generate("one two", max_tokens=12, temperature=0).token_ids
     before = idle_threads()
-    with localrt.load(tiny_folder, threads=2, gentle=True, **options) as model:  # type: ignore[arg-type]
+    with localrt.load(tiny_folder, threads=2, gentle=True) as model:
         assert model.generate("one two", max_tokens=12, temperature=0).token_ids == expected
         assert threading.get_native_id() not in idle_threads()
         assert len(idle_threads() - before) >= 2  # the one of the passes, and the kernels'
         with model.live() as live:
             assert live.generate("one two", max_tokens=12, temperature=0).token_ids == expected
     wait_for(lambda: idle_threads() <= before)
-
-
-def test_not_a_flag(tiny_folder: Path) -> None:
-    with pytest.raises(localrt.OptionError, match="gentle must be true or false"):
-        localrt.load(tiny_folder, gentle="yes")  # type: ignore[arg-type]
 
 
 QUOTA = f"{V2}/box/cpu.max"
@@ -114,63 +87,23 @@ def limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Limits:
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"shrinkable": True}], ids=["resident", "streamed"])
-def test_an_engine_follows_them(tiny_folder: Path, limits: Limits, options: dict[str, Any]) -> None:
+def test_an_engine_follows_them(tiny_folder: Path, limits: Limits) -> None:
     def answer(model: localrt.Model) -> list[int]:
         return list(model.generate("one two", max_tokens=6, temperature=0).token_ids)
 
-    with localrt.load(tiny_folder, threads=3, **options) as model:
+    with localrt.load(tiny_folder, threads=3) as model:
         (fixed,), expected = engine_of(model).weights.implementations, answer(model)
         limits.quota(100_000)
         assert answer(model) == expected
         assert fixed.threads == 3
     limits.quota("max")
-    with localrt.load(tiny_folder, **options) as model:
+    with localrt.load(tiny_folder) as model:
         (ops,) = engine_of(model).weights.implementations
         assert ops.threads == 8
-        for quota, threads in [(100_000, 1), (350_000, 4), (50_000, 1), ("max", 8), (200_000, 2)]:
+        for quota, threads in [(100_000, 1), (350_000, 4), ("max", 8)]:
             limits.quota(quota)
             assert answer(model) == expected
             assert ops.threads == threads
         limits.allowed = {1}  # cores taken away
         assert answer(model) == expected
         assert ops.threads == 1
-
-
-@linux
-def test_new_threads_give_way_like_the_old(limits: Limits) -> None:
-    before = idle_threads()
-    with giving_way("gentle") as thread:
-        ops = thread.submit(NativeOps).result()
-        limits.quota(300_000)
-        ops.follow_limits()  # here, they would not
-        assert ops.threads == 8
-        thread.submit(ops.follow_limits).result()
-        assert ops.threads == 3
-        wait_for(lambda: len(idle_threads() - before) == 3)
-
-
-def mlp(ops: NativeOps) -> None:
-    x = np.ones((2, MLP_HIDDEN), np.float32)
-    spec = MlpSpec(activation="silu", eps=1e-6)
-    ops.norm_gated_mlp(x, build_mlp(ops, "q4_k", "q4_k", "q6_k", 0), spec)
-
-
-def experts(ops: NativeOps) -> None:
-    run(ops, fill(ops, [WAYS["side by side"]] * 4), inputs(2), routing(2, count=4))
-
-
-def search(ops: NativeOps) -> None:
-    codec = CODECS["int4-g32"]
-    NativeSearch(ops)(codec, np.ones((10, codec.format.block), np.float32))
-
-
-@pytest.mark.parametrize("step", [mlp, experts, search])
-def test_steps_outside_of_a_pass_on_the_cpu(
-    step: Callable[[NativeOps], None], limits: Limits
-) -> None:
-    """Layers of a pass that begins on a GPU; quantizing."""
-    ops = NativeOps()
-    limits.quota(200_000)
-    step(ops)
-    assert ops.threads == 2

@@ -21,7 +21,6 @@ import pytest
 import localrt
 from localrt.history.database import insert
 from localrt.quant.cpu.abi import find_library
-from localrt.server import generating
 from localrt.server.app import create_app
 from localrt.server.guard import LogLine
 from localrt.server.models import Models
@@ -227,13 +226,6 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         model.defaults.update(temperature=0.0, max_tokens=40, ignore_eos=True)
         with serving(model, name="thinker") as running:
             yield running
-
-
-@pytest.fixture(params=[1000.0, 0.001], ids=["at pace", "silent"])
-def silence(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether streams show signs of life in between, as they do when prompts take long to read."""
-    monkeypatch.setattr(generating, "_SILENT_S", request.param)
-    return request.param < 1
 
 
 @pytest.fixture

@@ -6,9 +6,8 @@ of its client.
 
 from __future__ import annotations
 
-import base64
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -58,7 +57,7 @@ SIGNS: Mapping[str, str] = {
 @dataclass(frozen=True)
 class Question:
     """``most`` tokens are written at most. With a ``tool`` it must be called; ``think`` is how
-    much, or False. ``begun`` is how the answer begins. ``pictures`` are PNG files.
+    much, or False. ``begun`` is how the answer begins.
     """
 
     text: str = "hi"
@@ -67,25 +66,16 @@ class Question:
     most: int = 12
     stop: str | None = None
     tool: Mapping[str, Any] | None = None
-    schema: Mapping[str, Any] | None = None
     think: str | bool | None = None
     stream: bool = False
-    pictures: Sequence[bytes] = ()
 
-    def messages(
-        self, show: Callable[[str], Any] | None = None, *, kind: str = "text"
-    ) -> list[Any]:
-        """The conversation; ``show`` makes a part of a picture in base64, ``kind`` is a text's."""
+    def messages(self) -> list[Any]:
         begun = [{"role": "assistant", "content": self.begun}] if self.begun else []
-        content: Any = self.text
-        if self.pictures and show is not None:
-            shown = [show(base64.b64encode(one).decode()) for one in self.pictures]
-            content = [*shown, {"type": kind, "text": self.text}]
-        return [{"role": "user", "content": content}, *begun]
+        return [{"role": "user", "content": self.text}, *begun]
 
-    def with_system(self, show: Callable[[str], Any] | None = None) -> list[Any]:
+    def with_system(self) -> list[Any]:
         system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.messages(show)]
+        return [*system, *self.messages()]
 
 
 def events_in(stream: str) -> list[Any]:
@@ -122,19 +112,13 @@ def client_of(library: str, url: str) -> Any:
 
 def ask_chat(url: str, model: str, asked: Question) -> Answer:
     """OpenAI's chat completions."""
-    messages = asked.with_system(
-        lambda data: {"type": "image_url", "image_url": {"url": data_uri(data)}}
-    )
-    fields: dict[str, Any] = {"messages": messages, "max_tokens": asked.most}
+    fields: dict[str, Any] = {"messages": asked.with_system(), "max_tokens": asked.most}
     more: dict[str, Any] = {}
     if asked.begun:
         fields["messages"][-1] = {**fields["messages"][-1], "prefix": True}
     if asked.tool is not None:
         fields |= {"tools": [{"type": "function", "function": asked.tool}]}
         fields |= {"tool_choice": "required", "parallel_tool_calls": False}
-    if asked.schema is not None:
-        form = {"name": "c", "schema": asked.schema}
-        fields["response_format"] = {"type": "json_schema", "json_schema": form}
     if asked.think is not None:
         more["reasoning_effort"] = asked.think or "none"
     if asked.stream:
@@ -159,19 +143,12 @@ def ask_chat(url: str, model: str, asked: Question) -> Answer:
 
 def ask_responses(url: str, model: str, asked: Question) -> Answer:
     """OpenAI's Responses."""
-    messages = asked.messages(
-        lambda data: {"type": "input_image", "detail": "auto", "image_url": data_uri(data)},
-        kind="input_text",
-    )
-    fields: dict[str, Any] = {"input": messages, "max_output_tokens": asked.most}
+    fields: dict[str, Any] = {"input": asked.messages(), "max_output_tokens": asked.most}
     if asked.system is not None:
         fields["instructions"] = asked.system
     if asked.tool is not None:
         fields["tools"] = [{"type": "function", "strict": True, **asked.tool}]
         fields |= {"tool_choice": "required", "parallel_tool_calls": False}
-    if asked.schema is not None:
-        form = {"type": "json_schema", "name": "c", "schema": asked.schema}
-        fields["text"] = {"format": form}
     if asked.think is not None:
         fields["reasoning"] = {"effort": asked.think or "none"}
     responses = client_of("openai", url).responses
@@ -197,9 +174,7 @@ def ask_responses(url: str, model: str, asked: Question) -> Answer:
 
 def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
     """Anthropic's Messages."""
-    source = {"type": "base64", "media_type": "image/png"}
-    messages = asked.messages(lambda data: {"type": "image", "source": {**source, "data": data}})
-    fields: dict[str, Any] = {"messages": messages, "max_tokens": asked.most}
+    fields: dict[str, Any] = {"messages": asked.messages(), "max_tokens": asked.most}
     more: dict[str, Any] = {"temperature": 0}
     if asked.system is not None:
         fields["system"] = asked.system
@@ -209,8 +184,6 @@ def ask_anthropic(url: str, model: str, asked: Question) -> Answer:
         name, schema = asked.tool["name"], asked.tool["parameters"]
         fields["tools"] = [{"name": name, "description": "Paints.", "input_schema": schema}]
         fields["tool_choice"] = {"type": "tool", "name": name}
-    if asked.schema is not None:
-        more["output_config"] = {"format": {"type": "json_schema", "schema": asked.schema}}
     if asked.think:
         more["output_config"] = {"effort": asked.think}
     of_client = client_of("anthropic", url).messages
@@ -238,12 +211,8 @@ def ask_ollama(url: str, model: str, asked: Question) -> Answer:
     """Ollama's chat. Its clients cannot ask for a call: the server's defaults do."""
     options = {"temperature": 0, "num_predict": asked.most, "stop": asked.stop}
     fields: dict[str, Any] = {"messages": asked.with_system(), "options": options}
-    if asked.pictures:
-        fields["messages"][-1]["images"] = list(asked.pictures)
     if asked.tool is not None:
         fields["tools"] = [{"type": "function", "function": asked.tool}]
-    if asked.schema is not None:
-        fields["format"] = asked.schema
     if asked.think is not None:
         fields["think"] = asked.think
     got = client_of("ollama", url).chat(model=model, stream=asked.stream, **fields)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
-from localrt.server import bodies, request_schema, texts
-from localrt.server.app import SCHEMAS
+from localrt.server import bodies
 from localrt.server.bodies import parse_json
 from localrt.server.errors import ApiError, api_error
-from localrt.server.openai import calls as openai
 from localrt.server.options import ServeOptions, is_loopback
 from localrt.server.running import open_socket
 from tests.server.conftest import Running, serving
@@ -42,18 +39,11 @@ FUNCTIONS = [{"type": "function", "function": {"name": name}} for name in "fg"]
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "c", "schema": {"type": "colour"}}}
 # path, fields, the one that is named (if the dialect's errors do), and words of the message
 WRONG: list[tuple[str, Any, str | None, str]] = [
-    (CHAT, {"messages": None}, "messages", "must be a list"),
     (CHAT, {"messages": []}, "messages", "messages must not be empty"),
     (CHAT, {"messages": [{"content": "hi"}]}, "messages[0]", "must have role"),
     (CHAT, {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role", "must be"),
-    (CHAT, {"messages": [{"role": "user", "content": 7}]}, "messages[0].content", "must be"),
-    (CHAT, {"temperature": "hot"}, "temperature", "must be a number"),
     (CHAT, {"temperature": -1}, "temperature", "must be at least 0"),
-    (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
     (CHAT, {"max_tokens": 2.5}, "max_tokens", "must be a whole number"),
-    (CHAT, {"n": 500}, "n", "must be at most 16"),
-    (CHAT, {"seed": 1 << 70}, "seed", "must be at most"),
-    (CHAT, {"stop": [1]}, "stop[0]", "must be a text"),
     (
         CHAT,
         {"chat_template_kwargs": {"thinking": "no"}},
@@ -62,11 +52,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ),
     (CHAT, {"chat_template_kwargs": {"thinking": True}}, None, "this model does not think:"),
     (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "logit_bias"),
-    (CHAT, {"logit_bias": {"1": 1000}}, "logit_bias.1", "must be at most 100"),
-    (CHAT, {"top_logprobs": 21}, "top_logprobs", "must be at most 20"),
     (CHAT, {"stream": "yes"}, "stream", "stream must be true or false"),
-    (CHAT, {"tools": [{"type": "function"}]}, "tools[0]", "tools[0] must have a name"),
-    (CHAT, {"tool_choice": "sometimes"}, "tool_choice", "must be"),
     (CHAT, {"tool_choice": "required"}, "tool_choice", "there are none"),
     (
         CHAT,
@@ -76,26 +62,16 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
     ),
     (CHAT, {"grammar": "root ::= a"}, "grammar", "line 1, rule 'root': there is no rule 'a'"),
     (CHAT, {"response_format": BAD_SCHEMA}, "response_format", "colour"),
-    (CHAT, {"response_format": {"type": "x"}}, "response_format.type", '"text" or "json_object"'),
     *[
         (CHAT, {"response_format": {"type": "json_schema", **form}}, "response_format", "schema")
-        for form in ({}, {"json_schema": {}}, {"json_schema": None}, {"schema": None})
+        for form in ({}, {"json_schema": {}})
     ],
     (RESPONSES, {"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format", "sche"),
     *[
-        (path, {"prompt": "a", **fields}, param, words)
-        for path in (CHAT, COMPLETION)
+        (COMPLETION, {"prompt": "a", **fields}, param, words)
         for fields, param, words in [
             ({"response_format": "json"}, "response_format", "must be an object"),
-            (
-                {"response_format": {"type": "bogus"}},
-                "response_format.type",
-                '"text" or "json_object"',
-            ),
-            ({"json_schema": 7}, "json_schema", "must be an object or a text"),
             ({"json_schema": "{"}, "response_format", "is not JSON"),
-            ({"regex": 7}, "regex", "must be a text"),
-            ({"grammar": {}}, "grammar", "must be a text"),
             ({"regex": "("}, None, "regex cannot be used"),
             ({"grammar": "start: /a/"}, "grammar", "grammar"),
             ({"format": "xml"}, "format", '"json", or a JSON schema'),
@@ -106,36 +82,16 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
             ),
         ]
     ],
-    (CHAT, {"function_call": "sometimes"}, "function_call", "function_call"),
     (CHAT, [], None, "the body must be an object"),
-    (
-        COMPLETION,
-        {"prompt": "a", "logit_bias": {"99999": 1}, "stream": True},
-        "logit_bias",
-        "99999",
-    ),
-    (
-        COMPLETION,
-        {"prompt": "a", "logit_bias": {str(token): 1000 for token in range(5000)}},
-        "logit_bias",
-        "must have at most 4096 fields",
-    ),
-    (COMPLETION, {"prompt": ["a"] * 200}, "prompt", "200 answers"),
+    (COMPLETION, {"prompt": "a", "logit_bias": {"99999": 1}}, "logit_bias", "99999"),
     (COMPLETION, {"prompt": 7}, "prompt", "must be a text"),
-    (COMPLETION, {"prompt": []}, "prompt", "must be a text"),
-    (COMPLETION, {"prompt": [-1]}, "prompt", "must be a text"),
     (COMPLETION, {"prompt": [1 << 30], "max_tokens": 0, "echo": True}, None, "token ids"),
     (COMPLETION, {"prompt": "", "max_tokens": 0}, None, "empty"),
     (COMPLETION, {"prompt": "a", "suffix": "b"}, "suffix", "no tokens to fill in the middle"),
-    (COMPLETION, {"prompt": "a", "suffix": "b", "max_tokens": 0}, "suffix", "needs max_tokens"),
-    (COMPLETION, {"prompt": "a", "suffix": "b", "echo": True, "logprobs": 1}, "suffix", "echo"),
-    (COMPLETION, {"prompt": [1, 2], "suffix": "b"}, "suffix", "needs prompts that are texts"),
     (COMPLETION, {"prompt": "a", "n": 1, "best_of": 4}, "best_of", "ask for n answers"),
     (EMBEDDINGS, {"input": [10**6]}, None, "token ids"),
     (EMBEDDINGS, {"input": "a", "dimensions": 129}, "dimensions", "must be at most 128"),
-    ("/detokenize", {"tokens": [1 << 30]}, None, "token ids"),
     (RESPONSES, {"conversation": "conv_1"}, "conversation", "previous_response_id"),
-    (RESPONSES, {"prompt": {"id": "pmpt_1"}}, "prompt", "instructions"),
     (RESPONSES, {"input": []}, "input", "nothing to answer"),
     (MESSAGES, {"messages": [{"role": "user", "content": []}]}, None, "have no content"),
     (OLLAMA, {"messages": [{"role": "robot", "content": "a"}]}, None, "messages[0].role must be"),
@@ -145,15 +101,9 @@ WRONG: list[tuple[str, Any, str | None, str]] = [
         None,
         "messages[0].images[0] must be a text",
     ),
-    (OLLAMA, {"think": True}, None, "does not think"),
     (GENERATE, {"keep_alive": "soon"}, None, "keep_alive"),
-    ("/api/embed", {"model": "m", "input": [[10**6]]}, None, "token ids"),
-    ("/infill", {**GAP, "input_prefix": None}, "input_prefix", "must be a text"),
-    ("/infill", {**GAP, "input_extra": [{"filename": "x"}]}, "input_extra[0]", "must have text"),
     ("/infill", GAP, "suffix", "no tokens to fill in the middle"),
-    ("/v1/fim/completions", {"prompt": "a"}, "suffix", "no tokens to fill in the middle"),
     ("/v1/rerank", {"query": "a", "documents": ["b"]}, None, "no reranker"),
-    ("/v1/rerank", {"documents": ["b"]}, "query", "must have query"),
 ]
 
 
@@ -195,11 +145,10 @@ def test_error_spelling() -> None:
     assert str(api_error(error)) == "raise --ctx 512, or lower max_tokens"
 
 
-@pytest.mark.parametrize("path", BODIES)
-def test_byte_order_mark(server: Running, path: str) -> None:
+def test_byte_order_mark(server: Running) -> None:
     """Editors of Windows, and PowerShell, write one at the beginning of a file."""
-    body = b"\xef\xbb\xbf" + json.dumps({**BODIES[path], "stream": False}).encode()
-    assert server.request("POST", path, body)[0] == 200
+    body = b"\xef\xbb\xbf" + json.dumps(BODIES[COMPLETION]).encode()
+    assert server.request("POST", COMPLETION, body)[0] == 200
 
 
 def test_what_is_no_json(server: Running) -> None:
@@ -208,11 +157,9 @@ def test_what_is_no_json(server: Running) -> None:
         (b"", "empty"),
         (b"{", "line 1"),
         (b"\xff\xfe", "UTF-8"),
-        (b"\xef\xbb\xbf{\xff}", "byte 0xff"),
-        *[('{"messages": []}'.encode(form), "Send JSON in UTF-8") for form in ("utf-16", "utf-32")],
+        ('{"messages": []}'.encode("utf-16"), "Send JSON in UTF-8"),
         (b'{"messages": NaN}', "NaN"),
         (b"[" * 200_000, "nested"),
-        (b'{"seed": ' + b"9" * 9999 + b"}", "digit"),
     ):
         refused(server.request("POST", path, body), 400, word)
 
@@ -221,8 +168,6 @@ def test_what_is_no_json(server: Running) -> None:
     "body",
     [
         {"prompt": [[1]] * 500_000},
-        {"messages": [{"a": 1}] * 300_000},
-        {"input": ["ab"] * 1_000_000},
         {"prompt": ['\\",' * 1000, [{}] * 300_000]},
     ],
 )
@@ -231,34 +176,6 @@ def test_too_many_values(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ApiError, match="too many values"):
         parse_json(data)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": '{"a": [1, 2, [3]], "b": "\\\\"},\n' * 200_000},
-        {"prompt": ["\\", '\\"', ",[{" * 700_000]},
-        {"prompt": [7] * 1_000_000},
-    ],
-    ids=["text of JSON", "texts with marks", "ids"],
-)
-def test_large_body_of_few_values(body: Any) -> None:
-    assert parse_json(json.dumps(body).encode()) == body
-
-
-@pytest.mark.parametrize("prompt", [[[1]] * 20_000, ["a"] * 20_000])
-def test_too_many_prompts(prompt: Any) -> None:
-    for schema, name in ((openai.COMPLETION, "prompt"), (texts.EMBEDDINGS, "input")):
-        with pytest.raises(ApiError, match="lists of at most 16384"):
-            schema.check({name: prompt})
-        assert schema.check({name: prompt[:16384]})
-        assert schema.check({name: [1] * 20_000})
-
-
-@pytest.mark.parametrize("depth", [600, 900, 5000])
-def test_deep_json(depth: int) -> None:
-    with suppress(ApiError):
-        parse_json(b"[" * depth + rb'"\u00e9"' + b"]" * depth)
 
 
 def test_numbers_are_finite() -> None:
@@ -292,11 +209,9 @@ def test_unknown_fields_and_nulls(server: Running) -> None:
 
 def test_paths_and_methods(server: Running) -> None:
     refused(server.request("GET", "/nothing"), 404, "nothing at this path")
-    refused(server.request("GET", "/v1/nothing"), 404)
     status, body, headers = server.request("GET", "/v1/chat/completions")
     refused((status, body, headers), 405)
     assert headers["allow"] == "POST"
-    refused(server.request("POST", "/v1/models", {}), 405)
 
 
 def test_control_characters_in_log(server: Running) -> None:
@@ -349,9 +264,7 @@ def test_web_pages(server: Running, model: Any) -> None:
 def test_server_options() -> None:
     for wrong in (
         {"port": 70000},
-        {"port": True},
         {"max_running": 0},
-        {"max_body": 0},
         {"drain_s": -1},
         {"api_key": " "},
         {"api_key": "schlüssel"},
@@ -363,13 +276,3 @@ def test_server_options() -> None:
         open_socket(ServeOptions(host="203.0.113.7"))
     for host, here in (("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False)):
         assert is_loopback(host) is here
-
-
-def test_checks_are_compiled_at_start(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several that come first at once would each compile them, in megabytes."""
-    for schema in SCHEMAS:
-        vars(schema).pop("_validate", None)
-    with serving(model) as running:
-        monkeypatch.setattr(request_schema.fastjsonschema, "compile", None)
-        for path in ("chat/completions", "completions", "embeddings"):
-            refused(running.request("POST", f"/v1/{path}", {}), 400, "must have")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from localrt.client.model import connect
 from localrt.common.progress import Progress
 from localrt.hub import ResolvedModel
 from localrt.server import ollama_models
 from localrt.server.errors import ApiError
 from localrt.server.ollama import keep_alive_s
-from localrt.server.options import ServeOptions
-from localrt.server.pool import ModelPool
 from localrt.server.service import ResponseStore
 from tests.server.conftest import Running, serving
-from tests.server.dialects import HI, PAINT, client_of, colours
-from tests.waits import wait_for
+from tests.server.dialects import HI, client_of, colours
 
 GREEDY: dict[str, Any] = {"model": "tiny", "temperature": 0}
 CHAT: dict[str, Any] = {**GREEDY, "max_tokens": 12, "extra_body": {"ignore_eos": True}}
@@ -61,9 +56,6 @@ def test_form_of_a_chat(openai: Any) -> None:
     assert events[-1].choices == []
     assert len({event.id for event in events}) == 1
     assert all(event.usage is None for event in events[:-1])
-    plain = list(create(messages=HI, stream=True, **{**CHAT, "model": ""}))
-    assert all(event.usage is None for event in plain)
-    assert plain[-1].choices[0].finish_reason == "length"
 
 
 def test_choices_and_seed(openai: Any) -> None:
@@ -75,12 +67,6 @@ def test_choices_and_seed(openai: Any) -> None:
     assert len(set(texts)) == 3
     assert texts == [choice.message.content for choice in two.choices]
     assert one.usage.completion_tokens == 36
-    streamed: dict[int, str] = {}
-    for event in create(stream=True, **options):
-        choice = event.choices[0]
-        streamed[choice.index] = streamed.get(choice.index, "") + (choice.delta.content or "")
-    assert [streamed[index] for index in range(3)] == texts
-    assert len(create(**{**options, "seed": -1}).choices) == 3
 
 
 def test_log_probabilities_of_a_chat(openai: Any) -> None:
@@ -92,10 +78,6 @@ def test_log_probabilities_of_a_chat(openai: Any) -> None:
     for one in content:
         assert len(one.top_logprobs) == 3
         assert one.logprob == max(top.logprob for top in one.top_logprobs) <= 0
-    events = openai.chat.completions.create(stream=True, **options)
-    found = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
-    streamed = [one.logprob for each in found for one in each.content]
-    assert streamed == [one.logprob for one in content]
 
 
 def test_text_completions(openai: Any, server: Running) -> None:
@@ -104,9 +86,7 @@ def test_text_completions(openai: Any, server: Running) -> None:
     expected = server.model.generate("hi", raw=True, temperature=0, max_tokens=12, ignore_eos=True)
     assert texts == [expected.text] * 4
     many = create(prompt=["hi", "ho"], n=2, echo=True, **CHAT)
-    assert [choice.index for choice in many.choices] == [0, 1, 2, 3]
     assert [choice.text[:2] for choice in many.choices] == ["hi", "hi", "ho", "ho"]
-    assert many.usage.prompt_tokens == 4
     events = list(create(prompt="hi", stream=True, **CHAT))
     assert "".join(event.choices[0].text for event in events) == expected.text
 
@@ -156,7 +136,6 @@ def test_previous_response(openai: Any) -> None:
     assert again.output_text == by_hand.output_text
     then = create(previous_response_id=first.id, **RESPONSE)
     assert then.usage.input_tokens > first.usage.input_tokens
-    assert create(input="hi", background=True, **RESPONSE).output_text == first.output_text
     unkept = create(input="hi", store=False, **RESPONSE)
     with pytest.raises(pytest.importorskip("openai").BadRequestError) as caught:
         create(input="why?", previous_response_id=unkept.id, **RESPONSE)
@@ -174,35 +153,9 @@ def test_item_references(openai: Any) -> None:
     assert create(input=[{"id": "msg_hi"}], **RESPONSE).output_text == first.output_text
 
 
-def test_reasoning_item(thinker: Running) -> None:
-    responses = client_of("openai", thinker.url).responses
-    fields: dict[str, Any] = {"model": thinker.name, "input": "hi", "max_output_tokens": 30}
-    got = responses.create(reasoning={"effort": "low"}, **fields)
-    assert [item.type for item in got.output] == ["reasoning"]
-    assert got.output[0].content[0].text
-    assert got.usage.output_tokens_details.reasoning_tokens == 30
-    with responses.stream(reasoning={"effort": "low"}, **fields) as stream:
-        kinds = {event.type for event in stream}
-    assert {"response.reasoning_text.delta", "response.reasoning_text.done"} <= kinds
-
-
-def test_small_sign_of_life(slow: None, openai: Any, silence: bool) -> None:
-    long = "Be brief. " * 15
-    with openai.responses.stream(input="hi", instructions=long, **RESPONSE) as stream:
-        events = list(stream)
-    signs = [event for event in events if event.type == "response.in_progress"]
-    assert all(len(sign.to_json(indent=None)) < 400 for sign in signs)
-    assert len(signs) > 1 if silence else len(signs) == 1
-    assert events[0].response.instructions == events[-1].response.instructions == long
-
-
 RED = colours("red")
 REGEX = {"type": "grammar", "syntax": "regex", "definition": "red"}
 CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (
-        {"type": "function", "strict": True, **PAINT},
-        {"type": "function_call", "name": "paint"},
-    ),
     (
         {"type": "custom", "name": "paint", "format": REGEX},
         {"type": "custom_tool_call", "name": "paint", "input": "red"},
@@ -271,15 +224,9 @@ def test_models(openai: Any, anthropic: Any) -> None:
         anthropic.models.retrieve("nothing")
     assert caught.value.body["type"] == "error"
     assert caught.value.body["error"]["type"] == "not_found_error"
-    pool = ModelPool(lambda *_: pytest.fail("there is none"), lambda: [], ServeOptions())
-    with serving(pool) as empty:
-        other = client_of("anthropic", empty.url)
-        assert list(other.models.list()) == []
-        with pytest.raises(missing, match="localrt pull"):
-            other.messages.create(messages=HI, **MESSAGE)
 
 
-def test_events_of_a_message(anthropic: Any, silence: bool) -> None:
+def test_events_of_a_message(anthropic: Any) -> None:
     with anthropic.messages.stream(messages=HI, **MESSAGE) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
@@ -317,8 +264,6 @@ def test_ollamas_answers(ollama: Any, server: Running) -> None:
     assert got.response == expected.text
     raw = ollama.generate(prompt="hi", raw=True, **OLLAMA)
     assert raw.response == server.model.generate("hi", raw=True, temperature=0, max_tokens=12).text
-    pieces = list(ollama.generate(prompt="hi", raw=True, stream=True, **OLLAMA))
-    assert "".join(piece.response for piece in pieces) == raw.response
 
 
 def test_num_ctx(ollama: Any, server: Running) -> None:
@@ -332,8 +277,6 @@ def test_num_ctx(ollama: Any, server: Running) -> None:
     whole, cut = chat(messages, num_ctx=400), chat(messages, num_ctx=64)
     assert whole.prompt_eval_count > cut.prompt_eval_count == alone.prompt_eval_count
     assert cut.prompt_eval_count + cut.eval_count <= 64
-    # A prompt that alone is longer is read, as there is room for it.
-    assert chat(HI, num_ctx=4).prompt_eval_count == alone.prompt_eval_count
     server.notes.clear()
     server.service._noted.clear()
     for _ in range(2):
@@ -341,18 +284,13 @@ def test_num_ctx(ollama: Any, server: Running) -> None:
     assert sum("--ctx 1048576" in note for note in server.notes) == 1
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
-def test_tokens_from_a_cache(server: Running, path: str) -> None:
-    text = f"{path} once more"  # no other test's
-    body = {"model": "tiny", "messages": [{"role": "user", "content": text}], "prompt": text}
-    for known, stream in ((False, False), (True, False), (True, True)):
-        body |= {"stream": stream, "options": {"num_predict": 2}}
-        _, got, _ = server.request("POST", path, body)
-        last = json.loads(got.splitlines()[-1]) if stream else got
-        if known:
-            assert 0 < last["prompt_eval_cached_count"] < last["prompt_eval_count"]
-        else:
-            assert last.get("prompt_eval_cached_count", 1) > 0
+def test_tokens_from_a_cache(server: Running) -> None:
+    """Their count is left out where there are none, as in Ollama."""
+    body = {"model": "tiny", "prompt": "asked once more", "options": {"num_predict": 2}}
+    server.request("POST", "/api/generate", {**body, "stream": False})
+    _, text, _ = server.request("POST", "/api/generate", body)
+    last = json.loads(text.splitlines()[-1])
+    assert 0 < last["prompt_eval_cached_count"] < last["prompt_eval_count"]
 
 
 def test_ollamas_embeddings(ollama: Any, server: Running) -> None:
@@ -362,8 +300,6 @@ def test_ollamas_embeddings(ollama: Any, server: Running) -> None:
     assert ollama.embed(model="tiny", input="x" * 600).prompt_eval_count == server.model.info.ctx
     with pytest.raises(pytest.importorskip("ollama").ResponseError, match="context"):
         ollama.embed(model="tiny", input="x" * 600, truncate=False)
-    body = {"model": "tiny", "prompt": "hi", "dimensions": 4}  # unknown there, and so ignored
-    assert server.request("POST", "/api/embeddings", body)[0] == 200
 
 
 def test_what_there_is(ollama: Any, server: Running) -> None:
@@ -390,8 +326,6 @@ def test_load_and_keep_alive(ollama: Any) -> None:
 
 def test_pull(ollama: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = pytest.importorskip("ollama").ResponseError
-    here = {"name": "Tiny:latest", "stream": False}
-    assert server.request("POST", "/api/pull", here)[:2] == (200, {"status": "success"})
     assert [*ollama.pull("tiny", stream=True)][-1].status == "success"
     with pytest.raises(refused, match="--allow-pull"):
         ollama.pull("org/name")
@@ -424,31 +358,6 @@ def test_pull(ollama: Any, server: Running, monkeypatch: pytest.MonkeyPatch) -> 
         assert cancelled.wait(60)
 
 
-def test_pulls_take_turns(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    going_on, begun = threading.Event(), list[str]()
-
-    def resolve(name: str, **_: Any) -> ResolvedModel:
-        begun.append(name)
-        going_on.wait(60)
-        return ResolvedModel(name, Path("m.gguf"), None, "hub")
-
-    monkeypatch.setattr(ollama_models, "resolve", resolve)
-    with (
-        serving(server.model, name="tiny", allow_pull=True) as running,
-        ThreadPoolExecutor() as pool,
-    ):
-        body = {"model": "org/name", "stream": False}
-        pulls = [pool.submit(running.request, "POST", "/api/pull", body) for _ in range(6)]
-        try:
-            wait_for(lambda: len(begun) == 1)
-            assert running.chat(max_tokens=1)[0] == 200
-            assert len(begun) == 1
-        finally:
-            going_on.set()
-        assert [pull.result(60)[0] for pull in pulls] == [200] * 6
-    assert len(begun) == 6
-
-
 # -- localrt's own ---------------------------------------------------------------------------------
 
 
@@ -461,9 +370,3 @@ def test_thinking_limits(thinker: Running) -> None:
         status, got, _ = thinker.chat(**fields)
         assert status == 200, got
         assert got["usage"]["completion_tokens_details"] == {"reasoning_tokens": thought}
-    with connect(thinker.url) as remote:
-        chat = remote.chat(thinking_tokens=5)
-        assert chat.send("hi").metrics.thinking_tokens == 5
-        chat.set(thinking="off", thinking_tokens=None)
-        assert chat.send("hi").metrics.thinking_tokens == 0
-        chat.close()

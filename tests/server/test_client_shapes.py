@@ -93,35 +93,23 @@ PARTS: list[tuple[Any, str]] = [
     (text(None), ""),
     (block("input_text", text="a"), "a"),
     (block("refusal", refusal="No."), "No."),
-    ({"text": "a"}, "a"),
     ("a", "a"),
     # Pictures and sounds.
     (block("image", source=block("base64", data="AAAA")), "[image left out]"),
     (block("image_url", image_url={"url": PNG}), "[image left out]"),
-    (block("computer_screenshot", image_url=PNG), "[screenshot left out]"),
     (block("input_audio", input_audio={"data": "AAAA"}), "[audio left out]"),
-    (block("video_url", video_url={"url": "u"}), "[video left out]"),
     # Documents and files: their text, if they are text.
     (block("document", title="T", source=block("text", data="Buy milk.")), "T\nBuy milk."),
-    (block("document", source=block("content", content=[text("a")])), "a"),
     (block("document", source=block("base64", media_type="text/plain", data=NOTES)), "Buy milk."),
-    (
-        block(
-            "document", title="R", source=block("base64", media_type="application/pdf", data="JVBE")
-        ),
-        "[document left out: R]",
-    ),
     (
         block("file", file={"filename": "n.txt", "file_data": f"data:text/plain;base64,{NOTES}"}),
         "n.txt\nBuy milk.",
     ),
-    (block("file", file={"file_id": "file-1"}), "[file left out]"),
     (
         block("input_file", filename="r.pdf", file_data="data:application/pdf;base64,JVBE"),
         "[file left out: r.pdf]",
     ),
     # What no model is shown as it is: without ids, and without what only its maker can read.
-    (block("redacted_thinking", data="x"), ""),
     (block("tool_reference", tool_name="look"), '[tool_reference: {"tool_name": "look"}]'),
     (
         block(
@@ -129,7 +117,6 @@ PARTS: list[tuple[Any, str]] = [
         ),
         '[web_search_result: {"title": "T", "url": "https://example.org"}]',
     ),
-    (block("compaction", encrypted_content="x"), "[compaction left out]"),
     (block("compaction", content="What was said."), "What was said."),
     (block("hologram", id="h1", data="A" * 999), "[hologram left out]"),
 ]
@@ -138,15 +125,6 @@ PARTS: list[tuple[Any, str]] = [
 @pytest.mark.parametrize(("part", "words"), PARTS)
 def test_part_becomes_text(part: Any, words: str) -> None:
     assert text_of([part], unnoted) == words
-    content = [text("Look:"), part]
-    for kind, joint in (("CHAT", "\n"), ("MESSAGES", "\n\n"), ("RESPONSES", "\n")):
-        expected = joint.join(filter(None, ("Look:", words)))
-        (shown,) = messages(kind, [user(*content)])
-        if part == text(None):
-            shown["content"] = shown["content"].rstrip("\n")
-        assert shown == user(expected), kind
-    (shown,) = messages("OLLAMA_CHAT", [user(*content)])
-    assert shown["content"] == "\n\n".join(filter(None, ("Look:", words)))
 
 
 def test_deep_content() -> None:
@@ -215,33 +193,21 @@ def takes(name: str, parameters: Any, **fields: Any) -> dict[str, Any]:
 TOOLS: list[tuple[str, list[Any], list[dict[str, Any]]]] = [
     ("CHAT", [{"type": "function", "function": takes("f", AT)}], [takes("f", AT)]),
     ("CHAT", [{"type": "function", "function": takes("f", None)}], [takes("f", OBJECT)]),
-    ("CHAT", [{"type": "function", "function": {"name": "f"}}], [takes("f", OBJECT)]),
-    ("CHAT", [{"type": "function", "function": takes("f", {})}], [takes("f", OBJECT)]),
     ("CHAT", [{"function": takes("f", AT)}], [takes("f", AT)]),
     ("CHAT", [{"type": "function", **takes("f", AT)}], [takes("f", AT)]),
     ("CHAT", [block("web_search"), block("googleSearch", googleSearch={})], []),
     ("MESSAGES", [{"name": "f", "input_schema": AT, "cache_control": {}}], [takes("f", AT)]),
-    ("MESSAGES", [block("custom", name="f", input_schema=AT)], [takes("f", AT)]),
     ("MESSAGES", [{"name": "f", "defer_loading": True}], [takes("f", OBJECT)]),
     (
         "MESSAGES",
         [
             block("web_search_20250305", name="web_search", max_uses=8),
-            block("web_fetch_20250910", name="web_fetch"),
-            block("code_execution_20250825", name="code_execution"),
-            block("tool_search_tool_regex_20251119", name="tool_search_tool_regex"),
             block("mcp_toolset", mcp_server_name="m"),
             block("computer_20250124", name="computer", display_width_px=9),
         ],
         [],
     ),
-    ("OLLAMA_CHAT", [{"type": "function", "function": takes("f", None)}], [takes("f", OBJECT)]),
-    ("RESPONSES", [{"type": "function", **takes("f", None)}], [takes("f", OBJECT)]),
-    (
-        "RESPONSES",
-        [{"type": kind} for kind in ("web_search", "image_generation", "mcp", "code_interpreter")],
-        [],
-    ),
+    ("RESPONSES", [{"type": kind} for kind in ("web_search", "image_generation")], []),
     (
         "RESPONSES",
         [
@@ -289,10 +255,7 @@ FG = [{"type": "function", "function": {"name": name}} for name in "fg"]
 CHOICES: list[tuple[str, Any, Any, str, str]] = [
     ("CHAT", FG, "any", "required", "fg"),
     ("CHAT", FG, block("any"), "required", "fg"),
-    ("CHAT", FG, block("auto"), "auto", "fg"),
     ("CHAT", FG, {"type": "function", "function": {"name": "f"}}, "f", "fg"),
-    ("CHAT", FG, {"type": "function", "name": "f"}, "f", "fg"),
-    ("CHAT", FG, block("tool", name="f"), "f", "fg"),
     (
         "CHAT",
         FG,
@@ -300,16 +263,6 @@ CHOICES: list[tuple[str, Any, Any, str, str]] = [
         "required",
         "f",
     ),
-    (
-        "RESPONSES",
-        [{"type": "function", "name": "f"}, {"type": "function", "name": "g"}],
-        block("allowed_tools", mode="auto", tools=[{"type": "function", "name": "g"}]),
-        "auto",
-        "g",
-    ),
-    ("RESPONSES", [block("custom", name="f")], block("custom", name="f"), "f", "f"),
-    ("RESPONSES", [block("local_shell")], block("local_shell"), "local_shell", ""),
-    ("RESPONSES", [block("web_search")], block("web_search"), "auto", ""),
     ("RESPONSES", [block("web_search")], "required", "auto", ""),
     # Claude Code's web search asks for a tool of Anthropic's server.
     (
@@ -330,25 +283,9 @@ def test_tool_choice(kind: str, tools: Any, given: Any, choice: str, names: str)
     assert not names or found == list(names)
 
 
-@pytest.mark.parametrize(
-    ("kind", "tool"),
-    [
-        ("RESPONSES", block("custom", name="p", description="D", format=GRAMMAR)),
-        (
-            "CHAT",
-            block(
-                "custom",
-                custom={
-                    "name": "p",
-                    "description": "D",
-                    "format": {"type": "grammar", "grammar": GRAMMAR},
-                },
-            ),
-        ),
-    ],
-)
-def test_tool_with_grammar(kind: str, tool: Any) -> None:
-    (found,) = read(kind, tools=[tool]).prompts[0]["tools"]
+def test_tool_with_grammar() -> None:
+    tool = block("custom", name="p", description="D", format=GRAMMAR)
+    (found,) = read("RESPONSES", tools=[tool]).prompts[0]["tools"]
     function = found["function"]
     assert list(function["parameters"]["properties"]) == ["input"]
     assert function["description"].startswith("D\n")
@@ -367,44 +304,32 @@ def told(**variables: Any) -> dict[str, Any]:
     ("kind", "fields", "options"),
     [
         ("CHAT", {"stop": ""}, {}),
-        ("CHAT", {"stop": []}, {}),
         ("CHAT", {"stop": ["", "x"]}, {"stop": ["x"]}),
-        ("CHAT", {"stop": "x"}, {"stop": ["x"]}),
-        ("CHAT", {}, {}),
         ("CHAT", {"reasoning_effort": None, "chat_template_kwargs": None}, {}),
         ("CHAT", {"reasoning_effort": "none"}, {"thinking": False}),
         ("CHAT", {"reasoning_effort": "minimal"}, {"thinking": "low"}),
-        ("CHAT", {"reasoning_effort": "xhigh"}, {"thinking": "high"}),
         ("CHAT", {"reasoning_effort": "ultra"}, {"thinking": "high"}),
         ("CHAT", told(enable_thinking=False), {"thinking": False}),
         ("CHAT", told(thinking=True, other=1), {"thinking": True}),
-        ("CHAT", told(reasoning_effort="high"), {"thinking": "high"}),
-        ("CHAT", {"reasoning_effort": "low", **told(enable_thinking=True)}, {"thinking": "low"}),
         ("CHAT", {"reasoning_effort": "low", **told(enable_thinking=False)}, {"thinking": False}),
         ("CHAT", {"thinking_tokens": 8}, {"thinking_tokens": 8}),
         ("CHAT", {"thinking_token_budget": 0}, {"thinking_tokens": 0}),
         ("CHAT", {"thinking_budget_tokens": -1}, {}),
         ("CHAT", {"max_tokens": -1, "seed": -1, "top_k": -1}, {"top_k": 0}),  # as in llama.cpp
-        ("CHAT", {"max_tokens": 5, "seed": 3}, {"max_tokens": 5, "seed": 3}),
         (
             "CHAT",
             {"logit_bias": {"70": 9}, "presence_penalty": 2},
             {"logit_bias": {70: 9}, "presence_penalty": 2},
         ),
         ("CHAT", {"repeat_penalty": 1.1}, {"repetition_penalty": 1.1}),
-        ("CHAT", {"json_schema": AT}, {"json_schema": AT}),
         ("CHAT", {"json_schema": "{}"}, {"json_schema": "{}"}),  # SGLang
         ("CHAT", {"format": AT, "json_schema": AT, "regex": ""}, {"json_schema": AT}),  # Ollama
-        ("CHAT", {"regex": "a+", "grammar": None}, {"regex": "a+"}),
         *[
             (kind, fields, {**more, "json_schema": schema})
             for form, schema in [
                 ({"type": "json_schema", "json_schema": {"name": "at", "schema": AT}}, AT),
                 ({"type": "json_schema", "schema": AT}, AT),  # llama.cpp's
-                ({"type": "json_schema", "schema": AT, "json_schema": None}, AT),
-                ({"type": "json_schema", "json_schema": {"schema": {}}}, {}),
                 ({"type": "json_object", "schema": AT}, AT),
-                ({"type": "json_object", "schema": None}, {"type": "object"}),
                 ({"type": "json_object"}, {"type": "object"}),
             ]
             for kind, fields, more in [
@@ -412,15 +337,11 @@ def told(**variables: Any) -> dict[str, Any]:
                 ("RESPONSES", {"text": {"format": form}}, {}),
             ]
         ],
-        *[
-            (
-                "MESSAGES",
-                {**fields, "messages": [HI]},
-                {"max_tokens": 9, "thinking": False, "json_schema": AT},
-            )
-            for form in [{"type": "json_schema", "schema": AT}]
-            for fields in ({"output_config": {"format": form}}, {"output_format": form})
-        ],
+        (
+            "MESSAGES",
+            {"output_config": {"format": {"type": "json_schema", "schema": AT}}},
+            {"max_tokens": 9, "thinking": False, "json_schema": AT},
+        ),
         ("MESSAGES", {"stop_sequences": [""]}, {"max_tokens": 9, "thinking": False}),
         (
             "MESSAGES",
@@ -430,23 +351,18 @@ def told(**variables: Any) -> dict[str, Any]:
         *[
             (
                 "MESSAGES",
-                {"output_config": top, "messages": [HI, {"role": "system", **message}]},
+                {
+                    "output_config": {"effort": "low"},
+                    "messages": [HI, {"role": "system", "content": "x", "output_config": own}],
+                },
                 {"max_tokens": 9, "thinking": thinking},
             )
-            for top, message, thinking in [
-                ({}, {"content": [], "output_config": {"effort": "high"}}, "high"),
-                ({"effort": "low"}, {"content": "x", "output_config": {"effort": "high"}}, "high"),
-                ({"effort": "low"}, {"content": "x", "output_config": None}, "low"),
-                ({}, {"content": ""}, False),
-            ]
+            for own, thinking in [({"effort": "high"}, "high"), (None, "low")]
         ],
         ("RESPONSES", {"background": True, "client_metadata": {}, "prompt_cache_key": "k"}, {}),
         ("OLLAMA_CHAT", {"think": "max", "truncate": False}, {"thinking": "high"}),
-        ("OLLAMA_CHAT", {"think": "deep", "truncate": False}, {"thinking": "high"}),
-        ("OLLAMA_CHAT", {"think": "", "truncate": False}, {}),
         ("OLLAMA_CHAT", {"options": {"stop": [""]}, "truncate": False}, {}),
         ("OLLAMA_CHAT", {"format": "json", "truncate": False}, {"json_schema": {"type": "object"}}),
-        ("OLLAMA_CHAT", {"options": {"seed": -1}, "truncate": False}, {}),
         ("OLLAMA_CHAT", {"options": {"seed": 3}, "truncate": False}, {"seed": 3}),
     ],
 )
@@ -454,7 +370,7 @@ def test_fields_become_options(kind: str, fields: Any, options: Any) -> None:
     assert read(kind, **fields).options == options
 
 
-@pytest.mark.parametrize("content", ["", [], [{"type": "text", "text": ""}]])
+@pytest.mark.parametrize("content", ["", [{"type": "text", "text": ""}]])
 def test_an_empty_system_message_is_no_turn(content: Any) -> None:
     call = read("MESSAGES", messages=[HI, {"role": "system", "content": content}])
     assert [each["role"] for each in call.prompts[0]["prompt"]] == ["user"]
@@ -479,18 +395,13 @@ def test_former_function_call(server: Running) -> None:
     assert json.loads(choice["message"]["function_call"]["arguments"])["colour"] == "red"
 
 
-PATCH = {
-    "name": "paint",
-    "format": {"type": "grammar", "syntax": "regex", "definition": "red|blue"},
-}
-
-
 def test_custom_tool_call(server: Running) -> None:
     pytest.importorskip("llguidance", reason="needs the structured extra")
     wanted = {"max_tokens": 300, "temperature": 0, "tool_choice": "required"}
     wanted["parallel_tool_calls"] = False
-    grammar = {**PATCH, "format": {"type": "grammar", "grammar": PATCH["format"]}}
-    tools = [block("custom", custom=grammar)]
+    grammar = {"syntax": "regex", "definition": "red|blue"}
+    custom = {"name": "paint", "format": {"type": "grammar", "grammar": grammar}}
+    tools = [block("custom", custom=custom)]
     status, got, _ = server.chat(tools=tools, **wanted)
     assert status == 200, got
     (call,) = got["choices"][0]["message"]["tool_calls"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import re
 import threading
 from collections.abc import Iterator
@@ -12,34 +11,30 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import localrt
 from localrt.server import generating
-from localrt.server.about import facts_of
 from localrt.server.errors import ApiError
 from localrt.server.guard import Paths
 from localrt.server.models import meant
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from localrt.service.live import LiveModel
-from tests.checkpoints.make_gguf import write_gguf
 from tests.server.conftest import Running, serving
-from tests.server.dialects import BODIES, HI, SIGNS, events_in
+from tests.server.dialects import BODIES, SIGNS, events_in
 from tests.waits import wait_for
 
 LONG = "x" * 600  # tokens, where 512 fit
 ROUTES = (
-    *("/", "/health", "/infill", "/v1/infill", "/api/tags", "/v1/models", "/v1/models/{name:path}"),
-    *("/v1/chat/completions", "/v1/messages/count_tokens"),
+    *("/", "/health", "/api/tags", "/v1/models", "/v1/models/{name:path}", "/v1/chat/completions"),
 )
 
 
 # -- names of models -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat"])
 def test_any_model_name_is_echoed(server: Running, path: str) -> None:
     fields = {"max_tokens": 4, **BODIES[path], "model": "openai/gpt-5-mini"}
     status, body, _ = server.request("POST", path, fields)
@@ -63,19 +58,13 @@ def test_strict_models(model: localrt.Model) -> None:
     ("name", "found"),
     [
         ("qwen3", "qwen3"),
-        ("Qwen/Qwen3", "qwen3"),
         ("unsloth/qwen3:latest", "qwen3"),
-        ("gemma", "google/Gemma:Q4_K_M"),
         ("Gemma:q4_k_m", "google/Gemma:Q4_K_M"),
-        ("google/gemma", "google/Gemma:Q4_K_M"),
         ("other/gemma", None),  # another publisher's
         ("phi", None),  # two
-        ("a/phi", "a/phi"),
         ("QWEN3", "qwen3"),
-        ("qwen3:q4_0", None),
         ("org/model:q8_0", "org/Model:Q8_0"),
         ("org/model", None),  # two
-        ("org/model:latest", None),
         ("/etc/passwd", None),
     ],
 )
@@ -88,12 +77,10 @@ def test_name_that_is_meant(name: str, found: str | None) -> None:
     ("names", "options", "asked", "found"),
     [
         ({"a": (), "b": ("*",)}, {}, "gpt-5", "b"),
-        ({"a": (), "b": ("*", "fast")}, {}, "Fast", "b"),
-        ({"a": (), "b": ("*",)}, {}, "a", "a"),
+        ({"a": (), "b": ("fast",)}, {}, "Fast", "b"),
         ({"a": (), "b": ("*",)}, {"strict_models": True}, "gpt-5", None),
         ({"a": (), "b": ()}, {}, "gpt-5", None),
         ({"a": ()}, {}, "gpt-5", "a"),
-        ({"a": ()}, {"strict_models": True}, "gpt-5", None),
     ],
 )
 def test_alias_of_any_name(
@@ -120,22 +107,14 @@ def _no_load(*_: Any) -> localrt.Model:
 @pytest.mark.parametrize(
     ("given", "found"),
     [
-        ("/v1/chat/completions", "/v1/chat/completions"),
         ("//v1/chat/completions", "/v1/chat/completions"),
         ("/v1/v1/chat/completions", "/v1/chat/completions"),
         ("/chat/completions", "/v1/chat/completions"),
-        ("/v1//chat/completions/", "/v1/chat/completions"),
-        ("/v1/v1/messages/count_tokens", "/v1/messages/count_tokens"),
         ("/v1/models/", "/v1/models"),
-        ("/models", "/v1/models"),
         ("/models/org/name", "/v1/models/org/name"),
         ("/v1/api/tags", "/api/tags"),
-        ("//api/tags/", "/api/tags"),
-        ("/v1/infill", "/v1/infill"),
-        ("/infill/", "/infill"),
         ("/v1/health", "/health"),
         ("//", "/"),
-        ("/v1/nothing", "/v1/nothing"),
         ("/nothing", "/nothing"),
     ],
 )
@@ -157,20 +136,17 @@ def test_paths_of_keys_and_log(model: localrt.Model) -> None:
 # -- compressed bodies -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("encoding", "status"), [("identity", 200), ("gzip", 415), ("zstd", 415)])
-def test_compressed_bodies(server: Running, encoding: str, status: int) -> None:
-    body = json.dumps({"prompt": "hi", "max_tokens": 1}).encode()
-    headers = {"Content-Encoding": encoding}
-    found, answer, _ = server.request("POST", "/v1/completions", body, headers)
-    assert found == status
-    assert status == 200 or "without compression" in answer["error"]["message"]
+def test_compressed_bodies(server: Running) -> None:
+    headers = {"Content-Encoding": "gzip"}
+    status, answer, _ = server.request("POST", "/v1/completions", b"...", headers)
+    assert (status, "without compression" in answer["error"]["message"]) == (415, True)
 
 
 # -- headers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/v1/nothing"])
-def test_every_answer_has_a_request_id(server: Running, path: str) -> None:
+def test_every_answer_has_a_request_id(server: Running) -> None:
+    path = "/v1/nothing"
     _, _, found = server.request("GET", path)
     assert re.fullmatch("req_[0-9a-f]{32}", found["x-request-id"])
     assert found["request-id"] == found["x-request-id"]
@@ -179,29 +155,6 @@ def test_every_answer_has_a_request_id(server: Running, path: str) -> None:
     assert own["x-request-id"] == "trace-7"
     _, _, odd = server.request("GET", path, headers={"X-Request-Id": "a b\t<" + "c" * 200})
     assert odd["x-request-id"].startswith("req_")
-
-
-PAGE = "https://app.example"
-
-
-@pytest.mark.parametrize("case", ["401", "404", "500", "503"])
-def test_pages_can_read_refusals(
-    model: localrt.Model, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    with serving(model, origins=(PAGE,), api_key="k") as running:
-        headers = {"Origin": PAGE, "Authorization": f"Bearer {'x' if case == '401' else 'k'}"}
-        if case == "503":
-            running.service.open_requests = 1 << 20
-        if case == "500":
-            monkeypatch.setattr(running.service.models, "offered", lambda: 1 / 0)
-        path = "/v1/nothing" if case == "404" else "/v1/models"
-        status, body, found = running.request("GET", path, headers=headers)
-        assert (str(status), "error" in body) == (case, True)
-        assert found["access-control-allow-origin"] == PAGE
-        assert "x-request-id" in found["access-control-expose-headers"]
-        other = {**headers, "Origin": "https://evil.example"}
-        _, _, found = running.request("GET", path, headers=other)
-        assert "access-control-allow-origin" not in found
 
 
 # -- what there is, and how much it reads ----------------------------------------------------------
@@ -218,13 +171,9 @@ def small(tiny_folder: Path) -> Iterator[Running]:
     ("method", "path", "where"),
     [
         ("GET", "/v1/models", ["data", 0, "max_model_len"]),
-        ("GET", "/v1/models/", ["data", 0, "context_length"]),
         ("GET", "/v1/models/tiny", ["meta", "n_ctx"]),
-        ("GET", "/v1/models/tiny", ["max_model_len"]),
-        ("GET", "/v1/props", ["default_generation_settings", "n_ctx"]),
         ("GET", "/props?model=any", ["default_generation_settings", "n_ctx"]),
         ("POST", "/api/show", ["model_info", "LlamaForCausalLM.context_length"]),
-        ("GET", "/api/ps", ["models", 0, "context_length"]),
         ("POST", "/tokenize", ["max_model_len"]),
     ],
 )
@@ -251,31 +200,27 @@ OPENAI = r"This model's maximum context length is 512 tokens\. However, the requ
 ANTHROPIC = r"prompt is too long: \d+ tokens > 512 maximum"
 OVERFLOWS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
-    ("/v1/completions", {"prompt": LONG}, OPENAI),
     ("/v1/completions", {"prompt": LONG, "echo": True}, OPENAI),
     ("/v1/embeddings", {"input": LONG}, OPENAI),
     ("/v1/responses", {"input": LONG}, OPENAI),
     ("/v1/messages", {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]}, ANTHROPIC),
     ("/api/chat", {"messages": [{"role": "user", "content": LONG}], "truncate": False}, OPENAI),
-    ("/api/chat", {"messages": [{"role": "user", "content": LONG}]}, OPENAI),
-    ("/api/generate", {"prompt": LONG}, OPENAI),
 ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "fields", "words"), OVERFLOWS)
 def test_overflow_words(
-    server: Running, silence: bool, path: str, fields: dict[str, Any], words: str, stream: bool
+    server: Running, path: str, fields: dict[str, Any], words: str, stream: bool
 ) -> None:
     body = {"model": "tiny", "max_tokens": 4, **fields, "stream": stream}
     status, found, _ = server.request("POST", path, body)
     assert re.search(words, found if isinstance(found, str) else json.dumps(found))
-    if stream and path == "/v1/responses":
+    if stream and path == "/v1/responses":  # whose streams have begun before that is known
         *_, last = events_in(found)
         assert (status, last["type"]) == (200, "response.failed")
         assert last["response"]["error"]["code"] == "context_length_exceeded"
-    if stream and (silence or path == "/v1/responses"):
-        return  # it may have begun before that was known
+        return
     assert status == 400
     error = found["error"]
     if words == OPENAI and not path.startswith("/api"):
@@ -290,15 +235,11 @@ def test_overflow_words(
 
 
 @pytest.fixture
-def go_on() -> threading.Event:
-    return threading.Event()
-
-
-@pytest.fixture
 def loading(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
-) -> Iterator[Running]:
-    """A server whose model is loading until ``go_on``, and clients who are soon told that it is."""
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Running, threading.Event]]:
+    """A server whose model is loading until an event, and clients who are soon told that it is."""
+    go_on = threading.Event()
     monkeypatch.setattr(generating, "_SILENT_S", 0.01)
 
     def load(name: str, *_: Any) -> localrt.Model:
@@ -309,16 +250,17 @@ def loading(
 
     files = [LocalFile(name, name, 1 << 20) for name in ("tiny", "broken")]
     with serving(ModelPool(load, lambda: files, ServeOptions())) as running:
-        yield running
+        yield running, go_on
         go_on.set()
 
 
-@pytest.mark.parametrize("path", SIGNS)
-def test_stream_while_loading(loading: Running, go_on: threading.Event, path: str) -> None:
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/api/chat"])
+def test_stream_while_loading(loading: tuple[Running, threading.Event], path: str) -> None:
+    running, go_on = loading
     for name in ("tiny", "broken"):
         go_on.clear()
         fields = {**BODIES[path], "stream": True, "max_tokens": 4, "model": name}
-        with closing(http.client.HTTPConnection("127.0.0.1", loading.port, timeout=60)) as asking:
+        with closing(http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)) as asking:
             asking.request("POST", path, json.dumps(fields))
             answer, text = asking.getresponse(), ""
             assert answer.status == 200
@@ -327,26 +269,16 @@ def test_stream_while_loading(loading: Running, go_on: threading.Event, path: st
             go_on.set()
             text += answer.read().decode()
         assert ("damaged" in text) == (name == "broken")
-        wait_for(lambda: not loading.service.open_answers)
+        wait_for(lambda: not running.service.open_answers)
 
 
-def test_disconnect_while_loading(loading: Running, go_on: threading.Event) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", loading.port, timeout=60)
+def test_disconnect_while_loading(loading: tuple[Running, threading.Event]) -> None:
+    running, _ = loading
+    connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     connection.request("POST", "/v1/completions", '{"prompt": "hi", "stream": true}')
     assert connection.getresponse().status == 200
     connection.close()
-    wait_for(lambda: not loading.service.open_answers)
-
-
-@pytest.mark.skipif(os.name == "nt", reason="a time of change is kept by POSIX")
-def test_facts_of_replaced_file(tmp_path: Path) -> None:
-    path, found = tmp_path / "model.gguf", []
-    for width in (32, 64):
-        tensors = {"output_norm.weight": (np.zeros(8, np.float32), "f32")}
-        write_gguf(path, "qwen3", {"qwen3.embedding_length": width}, tensors)
-        os.utime(path, (1, 1))
-        found.append(facts_of(path).width)
-    assert found == [32, 64]
+    wait_for(lambda: not running.service.open_answers)
 
 
 # -- interactive or background work ----------------------------------------------------------------
@@ -369,12 +301,8 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ("path", "fields", "headers", "expected"),
     [
         ("/v1/chat/completions", {}, {}, "interactive"),
-        ("/v1/completions", {}, {}, "interactive"),
         ("/v1/completions", {"prompt": ["a", "b"]}, {}, "background"),
         ("/v1/chat/completions", {"service_tier": "flex"}, {}, "background"),
-        ("/v1/chat/completions", {"service_tier": "auto"}, {}, "interactive"),
-        ("/v1/responses", {"service_tier": "flex"}, {}, "background"),
-        ("/v1/chat/completions", {}, {"X-Localrt-Class": "background"}, "background"),
         (
             "/v1/completions",
             {"prompt": ["a", "b"]},
@@ -390,10 +318,3 @@ def test_class_of_a_request(
     status, found, _ = server.request("POST", path, body, headers)
     assert status == 200, found
     assert {*classes} == {expected}
-
-
-def test_unknown_class(server: Running) -> None:
-    path, headers = "/v1/chat/completions", {"X-Localrt-Class": "urgent"}
-    status, found, _ = server.request("POST", path, {"messages": HI}, headers)
-    assert status == 400
-    assert "one of interactive, background" in found["error"]["message"]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import http.client
-import resource
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from localrt.server import bodies, guard
+from localrt.server import bodies
 from tests.inside import engine_of
 from tests.server.conftest import Running, command, connected, serving, status_of
 from tests.server.test_bad_input import refused
@@ -38,37 +37,17 @@ def answered(port: int, sent: bytes) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("most", "count"), [(None, 400), (160, 300)])
-def test_more_connections_than_open_files(tiny_folder: Path, most: int | None, count: int) -> None:
-    """The server raises its own limit of open files as far as the system lets it; beyond that it
-    goes on once they are closed.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limits = (256, hard) if most is None else (most, most)
-    limited = f"import resource; resource.setrlimit(resource.RLIMIT_NOFILE, {limits})"
-    with raised_open_files(), command(tiny_folder, before=limited) as (process, port):
+def test_more_connections_than_open_files(tiny_folder: Path) -> None:
+    """Once they are closed the server goes on."""
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (160, 160))"
+    with command(tiny_folder, before=limited) as (process, port):
         with ExitStack() as stack:
-            for number in range(count):
-                half = HALF_A_HEAD if most is None and number % 2 else b""
-                stack.enter_context(connected(port, half))
-            if most is None:
-                assert status_of(port, "/health") == 200
+            for _ in range(300):
+                stack.enter_context(connected(port))
         assert status_of(port, "/health") == 200
         process.send_signal(signal.SIGTERM)
         assert process.communicate(timeout=120)[1] == ""
         assert process.returncode == 0
-
-
-@contextmanager
-def raised_open_files() -> Iterator[None]:
-    """Room for a test's own ends of many connections."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 4096 if before[1] == resource.RLIM_INFINITY else min(4096, before[1])
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], wanted), before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_health_with_too_many_requests(model: Any) -> None:
@@ -91,11 +70,9 @@ def test_health_with_too_many_requests(model: Any) -> None:
     "head",
     [
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"y" * 65536,
-        b"GET /health HTTP/1.1\r\nHost: localhost" + b"\r\nX: y" * 9000,
-        b"GET /" + b"u" * 60000 + b" HTTP/1.1\r\nHost: localhost",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Longer: " + b"y" * 2_000_000,
     ],
-    ids=["a header", "many headers", "a long URL", "more than is read at once"],
+    ids=["a header", "more than is read at once"],
 )
 def test_large_head(server: Running, head: bytes) -> None:
     received = answered(server.port, head + b"\r\n\r\n").lower()
@@ -109,8 +86,6 @@ def test_large_head(server: Running, head: bytes) -> None:
     [
         b"no http at all\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00",  # TLS
-        b"GET /health HTTP/1.1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n",
         UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked") + b"zz\r\n",
     ],
 )
@@ -128,19 +103,9 @@ CHUNKED = UNFINISHED.replace(b"Content-Length: 9", b"Transfer-Encoding: chunked"
         UNFINISHED.replace(b"\r\n\r\n", b"\r\nTransfer-Encoding: chunked\r\n\r\n") + b"0\r\n\r\n",
         CHUNKED.replace(b"\r\n\r\n", b"\r\nContent-Length: 5\r\n\r\n") + b"0\r\n\r\n",
         b"GET /health HTTP/1.1\nHost: localhost\n\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\rZ: z\r\n\r\n",
         CHUNKED + b"2\n{}\r\n0\r\n\r\n",
-        CHUNKED + b"2;a\nb\r\n{}\r\n0\r\n\r\n",
-        CHUNKED + b"2\r\n{}\n0\r\n\r\n",
-        CHUNKED + b"2\r\n{}\r\n0\n\n",
-        CHUNKED + b"2\r\n{}\r\n0\r\n\n",
-        CHUNKED + b"2\r\n{}\r\n0\r\nX: y\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x01z\r\n\r\n",
         b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: y\x00z\r\n\r\n",
-        b"GET /hea\x01lth HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX : y\r\n\r\n",
         UNFINISHED.replace(b"\r\n\r\n", b"\r\nContent-Length: 8\r\n\r\n") + b"x" * 9,
     ],
 )
@@ -155,17 +120,9 @@ def test_request_smuggling(server: Running, sent: bytes) -> None:
     ("line", "status"),
     [
         (b"GET http://localhost/v1/models HTTP/1.1\r\nHost: localhost", 200),
-        (b"GET HTTP://127.0.0.1:8080/v1/models?a=b HTTP/1.1\r\nHost: x.example", 200),
-        (b"GET https://localhost/v1/models HTTP/1.0", 200),
         (b"GET http://localhost HTTP/1.1\r\nHost: localhost", 200),
-        (b"GET http://localhost?a HTTP/1.1\r\nHost: localhost", 200),
-        (b"HEAD http://localhost/health HTTP/1.1\r\nHost: localhost", 200),
         (b"HEAD /health HTTP/1.1\r\nHost: localhost", 200),
-        (b"GET http://localhost/nothing HTTP/1.1\r\nHost: localhost", 404),
         (b"GET http://x.example/v1/models HTTP/1.1\r\nHost: localhost", 403),  # the URL counts
-        (b"GET http://localhost@x.example/health HTTP/1.1\r\nHost: localhost", 403),
-        (b"GET http:///health HTTP/1.1\r\nHost: localhost", 404),
-        (b"OPTIONS * HTTP/1.1\r\nHost: localhost", 404),
     ],
 )
 def test_forms_of_a_request_line(server: Running, line: bytes, status: int) -> None:
@@ -173,34 +130,12 @@ def test_forms_of_a_request_line(server: Running, line: bytes, status: int) -> N
     assert received.startswith(b"HTTP/1.1 %d " % status)
 
 
-def test_a_body_after_a_url(server: Running) -> None:
-    body = b'{"prompt": "a", "max_tokens": 1}'
-    head = b"POST http://localhost/v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close"
-    sent = head + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    assert answered(server.port, sent).startswith(b"HTTP/1.1 200 ")
-
-
-def test_chunk_extensions_and_trailers(server: Running) -> None:
-    sent = CHUNKED + b'2;a="b"\r\n{}\r\n0;c\r\nX: y\r\n\r\n'
-    received = answered(server.port, sent.replace(b"\r\n", b"\r\nConnection: close\r\n", 1))
-    assert b"must have" in received
-
-
 def test_malformed_addresses(server: Running) -> None:
     refused(server.request("GET", "/health", headers={"Host": "[::1"}), 403)
     refused(server.request("GET", "/health", headers={"Origin": "http://[::1"}), 403)
 
 
-def test_limits_of_options(model: Any) -> None:
-    with serving(model, max_header=2048, read_timeout_s=1.0) as running:
-        long = HALF_A_HEAD + b"localhost\r\nX-Long: " + b"y" * 5000
-        for sent, status in ((long, b" 400 "), (UNFINISHED + b"{", b" 408 ")):
-            with connected(running.port, sent) as raw:
-                assert status in raw.recv(1000)
-        wait_for(running.idle)
-
-
-@pytest.mark.parametrize("sent", [b"", HALF_A_HEAD, HALF_A_HEAD + b"localhost\r\n"])
+@pytest.mark.parametrize("sent", [b"", HALF_A_HEAD])
 def test_heads_that_do_not_come(model: Any, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     """Their connections are closed, also if they go on sending a little."""
     monkeypatch.setattr("localrt.server.running._KEEP_ALIVE_S", 0.2)
@@ -215,13 +150,6 @@ def test_heads_that_do_not_come(model: Any, monkeypatch: pytest.MonkeyPatch, sen
         assert served.request("GET", "/health")[0] == 200
 
 
-def test_time_of_a_head_ends_with_it(model: Any) -> None:
-    """A body, or an answer, may take longer."""
-    with serving(model) as served, connected(served.port, UNFINISHED):
-        connections = served.server.server_state.connections
-        wait_for(lambda: [one.timeout_keep_alive_task for one in tuple(connections)] == [None])
-
-
 # -- bodies that nobody reads ----------------------------------------------------------------------
 
 
@@ -233,29 +161,10 @@ def pieces() -> Iterator[bytes]:
         yield b"x" * 100_000
 
 
-@pytest.mark.parametrize(
-    ("headers", "chunked"), [({}, True), ({"Connection": "close"}, False)], ids=["kept", "closed"]
-)
-def test_refusal_of_unread_body(
-    server: Running, model: Any, headers: dict[str, str], chunked: bool
-) -> None:
-    path, body = "/v1/completions", pieces() if chunked else b"x" * LARGE
-    with closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)) as asking:
-        asking.request("POST", path, body, headers, encode_chunked=chunked)
-        assert asking.getresponse().status == 413
-    content = pieces() if chunked else b"x" * LARGE
-    assert httpx2.post(server.url + path, content=content, headers=headers).status_code == 413
-    evil = {**headers, "Origin": "https://evil.example"}
-    content = pieces() if chunked else b"x" * LARGE
-    assert httpx2.post(server.url + path, content=content, headers=evil).status_code == 403
-
-
-def test_discard_limit(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_MOST_DISCARDED", 1_000_000)
-    for path in (b"/v1/completions", b"/nothing"):
-        head = b"POST " + path + b" HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999\r\n\r\n"
-        with connected(server.port, head) as raw, pytest.raises(ConnectionError):
-            raw.sendall(b"x" * 90_000_000)
+def test_refusal_of_unread_body(server: Running) -> None:
+    url, evil = f"{server.url}/v1/completions", {"Origin": "https://evil.example"}
+    for headers, status in (({}, 413), (evil, 403)):
+        assert httpx2.post(url, content=pieces(), headers=headers).status_code == status
 
 
 def test_unread_body_keeps_connection(server: Running) -> None:

@@ -64,17 +64,6 @@ def test_list(talking: Running, file: Path) -> None:
     assert talking.request("GET", path)[0] == 404
 
 
-def test_pages_of_items(talking: Running, file: Path) -> None:
-    with History(file) as history:
-        kept = history.new(model="")
-        ids = [str(kept.add("user", str(number)).id) for number in range(5)]
-    path = f"/v1/conversations/{kept.id}/items"
-    last = ok(talking.request("GET", f"{path}?limit=2"))
-    assert ([item["id"] for item in last["data"]], last["more"]) == (ids[3:], True)
-    first = ok(talking.request("GET", f"{path}?limit=3&before={ids[3]}"))
-    assert ([item["id"] for item in first["data"]], first["more"]) == (ids[:3], False)
-
-
 def test_answer(talking: Running, script: Script, file: Path) -> None:
     script.say("<think>Easy.</think>It is **blue**.")
     path, _ = begun(talking, "Which colour?", instructions="Be brief.")
@@ -207,20 +196,10 @@ def test_failed_answer_says_why(talking: Running) -> None:
     [
         ("POST", "/v1/documents", {"filename": "a.pdf", "file_data": "AAAA"}, 400, "not a PDF"),
         ("GET", "/v1/conversations/none", None, 404, "no conversation 'none'"),
-        ("GET", "{path}/items/99", None, 404, "no item '99'"),
         ("GET", "{path}/items/%C2%B2", None, 404, "no item"),
         ("POST", "{path}", {"options": {"temprature": 1}}, 400, "temperature"),
-        ("POST", "{path}", {"shown": "99"}, 404, "no item"),
         ("POST", "{path}/items", {"content": [{}]}, 400, "parts"),
-        *(
-            ("POST", "{path}/items", {"content": [{"url": url}]}, 400, said)
-            for url, said in [
-                ("/etc/passwd", "data URIs"),
-                ("http://127.0.0.1/x.png", "data URIs"),
-                ("data:image/png;base64,AAAA", "PNG"),
-            ]
-        ),
-        ("POST", "{path}/items", {"content": [], "after": "99"}, 404, "no item"),
+        ("POST", "{path}/items", {"content": [{"url": "/etc/passwd"}]}, 400, "data URIs"),
         ("GET", "{path}/answers/1", None, 404, "no answer"),
     ],
 )
@@ -230,13 +209,6 @@ def test_refused(
     there, _ = begun(talking)
     found = talking.request(method, path.format(path=there), body)
     assert (found[0], said in json.dumps(found[1])) == (status, True), found
-
-
-def test_an_answer_is_no_question(talking: Running) -> None:
-    path, _ = begun(talking)
-    found = answered(talking, path)
-    assert talking.request("POST", f"{path}/answers", {"after": found["id"]})[0] == 400
-    assert talking.request("POST", f"{path}/answers", {})[0] == 400
 
 
 # -- who may -------------------------------------------------------------------------------------
@@ -249,13 +221,10 @@ KEYED = {"api_key": "own"}
 @pytest.mark.parametrize(
     ("options", "headers", "status"),
     [
-        ({}, {}, 200),
         ({}, {"Origin": "http://127.0.0.1:{port}"}, 200),
-        ({}, {"Origin": "https://elsewhere.example"}, 403),
         ({"origins": ("*",)}, {"Origin": "https://elsewhere.example"}, 403),
         (KEYED, {}, 401),
         (KEYED, {"Authorization": "Bearer own"}, 200),
-        (KEYED, {"Authorization": "Bearer other"}, 401),
         ({"host": "0.0.0.0"}, {}, 403),
         ({"host": "0.0.0.0", **KEYED}, {"Authorization": "Bearer own"}, 403),
         ({"host": "0.0.0.0", **KEYED, "conversations": True}, {"x-api-key": "own"}, 200),
@@ -274,16 +243,17 @@ def test_who_may(talker: localrt.Model, options: Any, headers: dict[str, str], s
 OTHER_USER = 65534
 ASK = f"""
 import encodings.idna, http.client, json, os, sys
-port, key, *asked = sys.argv[1:]
+port, *asked = sys.argv[1:]
 os.setgroups([])
 os.setgid({OTHER_USER})
 os.setuid({OTHER_USER})  # once all is read that this user may not read
 connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
 for each in asked:
-    connection.request(*each.split(), b"{{}}", {{"x-api-key": key}} if key else {{}})
+    connection.request(*each.split(), b"{{}}")
     answer = connection.getresponse()
     print(json.dumps([answer.status, json.loads(answer.read())]))
 """
+OPEN = "GET /v1/models"
 PRIVATE = [
     *("GET /v1/conversations", "POST /v1/conversations", f"GET {CALL}", f"POST {CALL}/cancel"),
     *(f"POST {CALL}/decision", "POST /v1/documents", "POST /v1/tools"),
@@ -291,27 +261,18 @@ PRIVATE = [
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")
-@pytest.mark.parametrize(
-    ("options", "asked", "status"),
-    [
-        ({}, PRIVATE, 403),
-        ({}, ["GET /v1/models"], 200),
-        (KEYED, ["GET /v1/conversations"], 200),
-    ],
-    ids=["private", "open", "with the key"],
-)
-def test_other_users(talker: localrt.Model, options: Any, asked: list[str], status: int) -> None:
+def test_other_users(talker: localrt.Model) -> None:
     """Without a key, other users of this machine have no part in its owner's conversations."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
-    with serving(talker, history=":memory:", **options) as running:
-        given = [str(running.port), options.get("api_key", ""), *asked]
-        command = [sys.executable, "-I", "-S", "-c", ASK, *given]
+    with serving(talker, history=":memory:") as running:
+        command = [sys.executable, "-I", "-S", "-c", ASK, str(running.port), *PRIVATE, OPEN]
         child = subprocess.run(command, capture_output=True, timeout=120, check=True)
-    answers = [json.loads(line) for line in child.stdout.splitlines()]
-    assert [found for found, _ in answers] == [status] * len(asked)
+    *private, (status, _) = [json.loads(line) for line in child.stdout.splitlines()]
+    assert [found for found, _ in private] == [403] * len(PRIVATE)
     said = "without a key, conversations are for the user who runs the server"
-    assert all((said in json.dumps(body)) == (status == 403) for _, body in answers)
+    assert all(said in json.dumps(body) for _, body in private)
+    assert status == 200
 
 
 def test_open_to_all_is_refused() -> None:
@@ -338,12 +299,9 @@ def test_page_and_what_others_find_there(talking: Running) -> None:
     ("text", "shown"),
     [
         (r"\(a^2 \, b_1*c*\)", r"\(a^2 \, b_1*c*\)"),
-        ("\\[\nx \\\\\n<b>_1_\n\\]", "\\[\nx \\\\\n&lt;b&gt;_1_\n\\]"),
         (r"$$ \frac{a}{b} \\ *c* $$", r"$$ \frac{a}{b} \\ *c* $$"),
-        (r"$a_1*b*$ and $x$-axis", "$a_1*b*$ and $x$-axis"),
         (r"`\(x\)` \\(*a*\\)", r"<code>\(x\)</code> \(<em>a</em>\)"),
         ("from $5 to *$6* or \\$7-$8*x*", "from $5 to <em>$6</em> or $7-$8<em>x</em>"),
-        (r"\(*a* and \*b\*", "(<em>a</em> and *b*"),
     ],
 )
 def test_formulas_stay_as_they_are_written(text: str, shown: str) -> None:
@@ -359,15 +317,11 @@ def test_lines_in_a_cell() -> None:
     "text",
     [
         "<script>alert(1)</script>",
-        "<svg><script>alert(1)</script></svg>",
         "[a](javascript:alert(1))",
         "[a](JaVaScRiPt&colon;alert(1))",
-        "[a](data:text/html;base64,PHNjcmlwdD4=)",
         "[a](//elsewhere.example)",
         "![a](x onerror=alert(1))",
-        "<javascript:alert(1)>",
         '```"><script>alert(1)</script>\nx\n```',
-        "[a]\n\n[a]: javascript:alert(1)",
         "| a |\n| - |\n| <b onmouseover=alert(1)>x |",
     ],
 )
@@ -384,6 +338,5 @@ def test_markup_is_text(text: str) -> None:
     assert set(names) <= {"class"}
 
 
-def test_links_and_pictures_ask_nobody() -> None:
-    assert to_html("[a](https://x.y)") == '<p><a href="https://x.y">a</a></p>\n'
+def test_pictures_ask_nobody() -> None:
     assert to_html("![a <b>](https://x.y)") == '<p>!<a href="https://x.y">a &lt;b&gt;</a></p>\n'
