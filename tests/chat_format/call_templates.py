@@ -131,12 +131,6 @@ TEMPLATES: dict[str, str] = {
         begin="<|{}|>",
         end="",
     ),
-    "Spark": chat(
-        each(
-            "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>"
-            "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>"
-        )
-    ),
     "Seed-OSS": chat(
         each(
             "\n<seed:tool_call>\n<function={{ f.name }}>\n"

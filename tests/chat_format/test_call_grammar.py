@@ -40,7 +40,6 @@ PAINT: dict[str, Any] = {
         "colour": {"type": "string", "enum": ["red", "dark blue"]},
         "note": {"type": "string"},
         "coats": {"type": "integer", "minimum": 1, "maximum": 9},
-        "dry": {"type": "boolean"},
         "where": {
             "type": "object",
             "properties": {"x": {"type": "number"}, "tags": {"$ref": "#/$defs/tags"}},
@@ -55,8 +54,10 @@ PAINT: dict[str, Any] = {
 TOOLS = [tool("paint", parameters=PAINT), tool("stop-it")]
 CALLS: list[tuple[str, dict[str, Any]]] = [
     ("paint", {"colour": "dark blue", "where": {"x": -1.5}}),
-    ("paint", {"colour": "red", "note": 'a\n"b" é', "coats": 2, "dry": True, "where": {"x": 1}}),
-    ("paint", {"colour": "red", "dry": False, "where": {"x": 2, "tags": ["a", "b c"]}}),
+    (
+        "paint",
+        {"colour": "red", "note": 'a\n"b" é', "coats": 2, "where": {"x": 1, "tags": ["a", "b c"]}},
+    ),
     ("stop-it", {}),
 ]
 # Written otherwise than grammars have it: Python's True, and objects in another order.
@@ -79,7 +80,7 @@ def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
 
 
 @pytest.mark.parametrize("name", [each for each in KINDS if each.values != ("gpt-oss",)])
-@pytest.mark.parametrize("call", CALLS, ids=["least", "most", "some", "none"])
+@pytest.mark.parametrize("call", CALLS, ids=["least", "most", "none"])
 def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str, Any]]) -> None:
     if name in _PYTHON and not all(isinstance(each, str) for each in call[1].values()):
         pytest.skip("such values are written as Python's, and asked for as JSON")
@@ -94,7 +95,7 @@ def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str,
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_allowed_is_read(name: str, seed: int) -> None:
     template, syntax, matcher = known(name)
     matcher, draw, written = matcher.deep_copy(), random.Random(seed), bytearray()
@@ -130,25 +131,17 @@ LOST: list[tuple[str, dict[str, Any], set[str]]] = [
         (name, schema, set())
         for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4", "Llama")
         for schema in (
-            {**TEXT, "description": "D", "default": ""},
             {"type": "integer", "minimum": 1},
             {"anyOf": [TEXT, {"type": "null"}]},
-            {"enum": ["a", "b"]},
         )
     ),
     *(
         (name, {**SHORT, "pattern": "^a", "format": "date"}, {"maxLength", "pattern", "format"})
         for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4")
     ),
-    ("GLM", {"anyOf": [SHORT, {"type": "null"}]}, {"maxLength"}),
     ("GLM", {"type": ["string", "integer"], "minimum": 1}, {"minimum"}),
-    ("DeepSeek V4", {"type": ["string", "integer"], "minimum": 1}, set()),
     ("DeepSeek V4", {"anyOf": [TEXT, LIST]}, set()),
-    ("DeepSeek V4", {"enum": ["a", 1]}, set()),
-    ("GLM", {**LIST, "minItems": 2}, set()),
     ("Gemma 4", {**LIST, "minItems": 2}, {"minItems"}),
-    ("Gemma 4", {"type": "object", "properties": {"b": SHORT}}, {"maxLength"}),
-    ("Gemma 4", {"anyOf": [TEXT, LIST]}, {"items"}),
 ]
 
 
@@ -169,7 +162,7 @@ def test_what_text_is_not_bound_by_is_told(
     assert not llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0).get_error()
 
 
-@pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
+@pytest.mark.parametrize("name", ["GLM", "Llama"])
 def test_what_arguments_together_are_not_bound_by_is_told(name: str) -> None:
     parameters = {
         "properties": {"a": TEXT, "b": TEXT},
@@ -184,12 +177,9 @@ def test_what_arguments_together_are_not_bound_by_is_told(name: str) -> None:
 @pytest.mark.parametrize(
     ("kinds", "value", "allowed"),
     [
-        (["string", "null"], "null", True),
         (["string", "null"], '<|"|>x<|"|>', True),
         (["string", "null"], "[null]", False),
-        (["object"], '<|"|>x<|"|>', False),
         (["array", "integer"], "1", True),
-        (["array", "integer"], "true", False),
     ],
 )
 def test_quoted_values_are_of_their_types(kinds: list[str], value: str, allowed: bool) -> None:
@@ -245,7 +235,6 @@ def test_a_call_that_must_be_made_comes_behind_a_thought(tmp_path: Path) -> None
     [
         ({"tool_choice": "sing", "tools": [_SHORT]}, "no such tool"),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"tool_choice": ""}, "tool_choice must be"),
         ({"tool_choice": 3}, "tool_choice must be"),
         ({"tool_choice": "paint", "tools": [_SHORT], "regex": "a"}, "and regex cannot be combined"),
         ({"tool_choice": "required", "raw": True}, "needs messages"),
@@ -261,7 +250,7 @@ def test_a_choice_that_cannot_be_made(
 _TREE = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
 
 
-@pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
+@pytest.mark.parametrize("name", ["GLM", "Gemma 4"])
 def test_a_schema_may_contain_itself(tiny: localrt.Model, name: str) -> None:
     options = {"tools": [tool("f", parameters=_TREE)], "tool_choice": "f"}
     made = with_template(tiny, TEMPLATES[name]).make("?", **options)

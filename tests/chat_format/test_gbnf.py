@@ -77,10 +77,8 @@ def follows(grammar: str, text: str) -> bool:
     [
         (SUM, ["1=1\n", "1 + (2 -3)\n=0 \n\n4=4\n"], ["1=1", "=1\n", "1=\n"]),
         (JSON, ['{"a": [true,\n  null]}', '"\\u00e9"', "[]"], ["[1]", '{"a"}', '"\n"']),
-        ('root ::= "x" [a-z]* "end"', ["xend", "xenend"], ["xen"]),
         ('root ::= "a"{2} "b"{1,} "c"{0,1}', ["aab", "aabbbc"], ["ab", "aaabcc"]),
         ('root ::= "a"\n  | "b" |\n  # a comment\n  "c"', ["a", "b", "c"], ["d"]),
-        ("root ::= .", ["a", "\n", "é", "𝄞"], ["", "ab"]),
         (r'root ::= "é" [\u00e8-\u00ea\U0001D11E] "\x85"', ["éê\x85", "é𝄞\x85"], ["ée\x85"]),
         (r"root ::= [^a-c\n] [a-] [+/\]#]", ["x-]", "-a/"], ["a-]", "\n-]"]),
         ('root ::= fooBar foo-bar start\nfooBar ::= "a"\nfoo-bar ::= "b"\nstart ::= "c"',
@@ -98,9 +96,7 @@ def test_a_grammar_allows_what_it_says(grammar: str, yes: list[str], no: list[st
     ("grammar", "expression"),
     [
         ('root ::= ("a"{1,3}){1,3}', "a{1,9}"),
-        ('root ::= ("a"{2,3}){1,2}', "(a{2,3}){1,2}"),
         ('root ::= ("a"{3,4}){1,3} "b"', "(aaaa?){1,3}b"),  # five are none
-        ('root ::= ("a"{0,0} "b"){2}', "bb"),
         ('root ::= ("" | "a" | "a"){2,3} ("" ""){4}', "a{0,3}"),
         ('root ::= w{2} w\nw ::= v\nv ::= ("a" | "bb")?', "(a|bb){0,3}"),
         ('root ::= "a" root root? | ""', "a*"),
@@ -122,7 +118,6 @@ def test_repetitions_of_repetitions_allow_what_they_say(grammar: str, expression
     "grammar",
     [
         'root ::= (("a"{1,1000}){1,1000}){1,1000} "x"',
-        'root ::= "a"{0,3000} "x"',
         "root ::= " + '"a"? ' * 3000 + '"x"',
         'root ::= d0 "x"\n'
         + "".join(f"d{n} ::= d{n + 1}? d{n + 1}?\n" for n in range(20))
@@ -144,12 +139,9 @@ def test_what_could_be_read_in_many_ways_is_read_in_one(grammar: str) -> None:
     ("grammar", "message"),
     [
         ('root ::= "a" b', "line 1, rule 'root': there is no rule 'b'"),
-        ("", "there is no rule 'root'"),
         ('root ::= "a"\nb := "c"', "line 2, rule 'b': '::=' must follow"),
         ('root ::= "a"\n\nb ::= (\n"c"', "line 3, rule 'b': the parenthesis is not closed"),
-        ('root ::= "a', "line 1, rule 'root': what begins here is not closed"),
         (r'root ::= "\q"', "line 1, rule 'root': a backslash must not be followed by 'q'"),
-        (r'root ::= "\u12"', "needs 4 hexadecimal digits"),
         ("root ::= [b-a]", "the range 'b' to 'a' is empty"),
         ('root ::= "a"{3,1}', "from 3 to 1 repetitions are impossible"),
         ("root ::= " + "(" * 300, "more than 200 parentheses"),
@@ -172,32 +164,19 @@ def test_any_text_is_read_or_refused_in_one_line(text: str) -> None:
     assert "\n" not in said
 
 
-def test_answers_follow_a_grammar(tiny: localrt.Model) -> None:
-    grammar = 'root ::= item{2,3}\nitem ::= "- " [a-z]{1,8} "\\n"'
-    for seed in range(3):
-        answer = tiny.generate("hi", grammar=grammar, seed=seed, temperature=1.5, top_k=0)
-        assert re.fullmatch(r"(- [a-z]{1,8}\n){2,3}", answer.text)
-        assert answer.finish_reason == "stop"
+def test_a_grammar_that_is_read_in_many_ways_is_refused(tiny: localrt.Model) -> None:
+    options = read_options({"grammar": 'root ::= ("x" | "xx"){0,3000} "y"'})
+    make = Grammars(tiny.tokenizer).constraint(options)
+    assert make is not None
+    bound = make()
 
-
-@pytest.mark.parametrize(
-    "grammar",
-    [
-        'root ::= ("x" | "xx"){0,3000} "y"',
-        'root ::= ("x"{1,1000} "z"?){1,1000} "y"',
-    ],
-)
-def test_a_grammar_that_is_read_in_many_ways_is_refused(grammar: str, tiny: localrt.Model) -> None:
-    def follow(text: str) -> None:
-        make = Grammars(tiny.tokenizer).constraint(read_options({"grammar": grammar}))
-        assert make is not None
-        bound = make()
-        for token in tiny.tokenizer.encode(text, add_special=False):
+    def follow() -> None:
+        for token in tiny.tokenizer.encode("x" * 400, add_special=False):
             bound.allowed()
             bound.accept(token)
 
     with pytest.raises(OptionError, match="can be read in too many ways"):
-        follow("x" * 400)
+        follow()
 
 
 def test_thousands_of_rules_that_lead_to_one_another_are_followed(tiny: localrt.Model) -> None:

