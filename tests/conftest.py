@@ -91,7 +91,6 @@ NOT_EVERYWHERE = {
 """What tests compare with or look at, and some systems do not have."""
 WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
 WINE_CANNOT = {
-    "refused_on_one_line[7]": "Wine 8 keeps no limits of jobs",
     "test_system.py::test_a_helper_takes_no_more": "Wine 8 keeps no limits of jobs",
 }
 """What Wine, which ``scripts/windows`` runs the tests under, lacks of Windows: a test, and why."""

@@ -28,7 +28,7 @@ def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
-MODELS = ("adapters", "configs", "encoders", "projectors", "quantized")
+MODELS = ("configs",)
 """Their inputs take torch seconds to make."""
 SLOW = (*MODELS, "requests")
 

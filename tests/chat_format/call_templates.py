@@ -249,15 +249,6 @@ TEMPLATES: dict[str, str] = {
         ),
         text=("{% if m.content %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"),
     ),
-    "Command R+": chat(
-        each(
-            '    {\n        "tool_name": "{{ f.name }}",\n'
-            '        "parameters": {{ f.arguments | tojson(indent=4) }}\n    }',
-            before="\nAction:\n```json\n[\n",
-            between=",\n",
-            after="\n\n]```",
-        )
-    ),
     "Apertus": chat(
         each(
             '{"{{ f.name }}": {{ f.arguments | tojson }}}',
@@ -282,19 +273,10 @@ TEMPLATES: dict[str, str] = {
     "Granite, Phi": chat(
         each(_JSON, before="<|tool_call|>[", between=", ", after="]<|/tool_call|>")
     ),
-    "GigaChat": chat(
-        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
-        "<|message_sep|>\n\nfunction call<|role_sep|>\n" + _JSON + "{% endif %}",
-        begin="{}<|role_sep|>\n",
-        end="<|message_sep|>\n\n",
-    ),
     "Llama": chat(
         "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
         '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}',
         text="{{ m.content if not m.tool_calls }}",
-    ),
-    "functionary 3.1": chat(
-        each("{{ '<function=' + f.name + '>' + f.arguments + '</function>' }}")
     ),
     "functionary 3.2": chat(
         each("{{ f.name + '\n' + f.arguments }}", between=">>>"),
@@ -353,11 +335,8 @@ TEMPLATES: dict[str, str] = {
     ),
 }
 
-ALONE = frozenset(["GigaChat", "Llama", "gpt-oss"])
-"""Those that write one call only."""
-
-WORDLESS = frozenset(["Llama", "gpt-oss"])
-"""Those that write no text beside calls."""
+ALONE = frozenset(["Llama", "gpt-oss"])
+"""Those that write one call only, and no text beside it."""
 
 LEADS = {"Muse-Glimmer": " "}
 """Space before calls that belongs to them."""

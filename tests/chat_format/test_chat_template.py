@@ -317,15 +317,17 @@ def test_a_malformed_chat_template_entry_is_one_line(tmp_path: Path, broken: Any
 
 LOOP, END = "{% for i in range(100000) %}", "{% endfor %}"
 NS = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}"
-HOSTILE = {
-    "a power": "{{ 10 ** (10 ** 9) }}",
-    "center": "{{ 'a' | center(10 ** 9) }}",
-    "doubling": NS + "{% set ns.s = ns.s ~ ns.s %}" + END,
-    "output in a loop": LOOP + "{{ 'a' * 3000000 }}" + END,
-}
 
 
-@pytest.mark.parametrize("source", HOSTILE.values(), ids=HOSTILE)
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param("{{ 10 ** (10 ** 9) }}", marks=pytest.mark.slow, id="a power"),
+        pytest.param("{{ 'a' | center(10 ** 9) }}", id="center"),
+        pytest.param(NS + "{% set ns.s = ns.s ~ ns.s %}" + END, id="doubling"),
+        pytest.param(LOOP + "{{ 'a' * 3000000 }}" + END, id="output in a loop"),
+    ],
+)
 def test_a_template_that_takes_too_much_is_stopped(source: str) -> None:
     with pytest.raises(TemplateError, match="chat template") as caught:
         SandboxedTemplate(source, "chat template").render({"messages": HELLO})

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from localrt import Thinking, split_thinking
 from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate, PlainTemplate
-from localrt.chat_format.parser import TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax, ThinkingSyntax, find_syntax
 from localrt.chat_format.thinking import ThoughtStream
 from localrt.common.errors import OptionError
@@ -230,37 +229,3 @@ def test_a_model_that_never_thinks_says_so(template: MessageTemplate) -> None:
     assert syntax.variables(False, None) == {}
     with pytest.raises(OptionError, match="this model does not think"):
         syntax.variables(True, None)
-
-
-@pytest.mark.parametrize(
-    ("way", "written", "parts", "is_open"),
-    [
-        ("gemma", "<|channel>thought\nHm.<channel|>Yes.", ("Hm.", "Yes."), False),
-        (
-            "gemma",
-            "<|channel>thought\nHm.<channel|>So<|channel>thought\n",
-            ("Hm.", "So<think>"),
-            False,
-        ),
-        ("hunyuan", "\n<think:open>Hm.</think:open>Yes.", ("Hm.", "Yes."), False),
-        (
-            "muse",
-            " to=self<|message|>Hm.<|eom|><|start|>assistant to=user<|message|>Yes.<|eot|>",
-            ("Hm.", "Yes."),
-            False,
-        ),
-        ("qwen3", "<think>Hm, </thin", ("Hm,", ""), True),
-    ],
-)
-def test_thinking_comes_out_in_one_way_however_it_is_cut(
-    way: str, written: str, parts: tuple[str, str], is_open: bool
-) -> None:
-    template = ChatTemplate(WAYS[way][0])
-    frame = syntax_of(template).framed(TemplateSyntax.of(template).frame)
-    for size in (1, 3, len(written)):
-        parser = TextParser(None, frame=frame)
-        pieces = [written[at : at + size] for at in range(0, len(written), size)]
-        text = "".join([*map(parser.push, pieces), parser.flush()])
-        found = split_thinking(text)
-        assert (found.thinking, found.answer.strip()) == parts
-        assert parser.thinking == is_open

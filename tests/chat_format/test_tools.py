@@ -206,13 +206,6 @@ def test_arguments_in_a_history(given: Any, right: dict[str, Any]) -> None:
     assert json.loads(text[1]["tool_calls"][0]["function"]["arguments"]) == right
     if isinstance(given, str):
         assert arguments_of(ToolCall("c", "f", given)) == right
-    by_key = "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
-    read = "{% set args = f.arguments %}{% if args is string %}{% set args = args | from_json %}"
-    read += "{% endif %}{{ args | tojson }}"
-    calls = "{% for c in messages[1].tool_calls %}{% set f = c.function %}BODY{% endfor %}"
-    keys, whole = (ChatTemplate(calls.replace("BODY", body)) for body in (by_key, read))
-    assert keys.render(values) == "".join(f"{key}={value};" for key, value in right.items())
-    assert [json.loads(whole.render(each)) for each in (values, text)] == [right, right]
 
 
 # -- with a model --------------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from localrt.cli import main
 from localrt.cli.chat import last_model
 from localrt.cli.run_batch import parse_prompts
 from localrt.common.errors import OptionError
-from localrt.documents import index as indexes
 from tests.conftest import CHATML, needs_signals, write_tiny_model
 from tests.documents.samples import pdf
 from tests.real_models import real_model
@@ -221,47 +220,6 @@ def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> N
     assert_one_line(localrt(*words, env=home), 2, "is no embedding model")
 
 
-class Terminal(io.TextIOWrapper):
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), "utf-8", newline="\n")
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_reading_documents_is_shown_and_stopped(
-    tiny_folder: Path, tmp_path: Path, home: dict[str, str], stops: bool
-) -> None:
-    """On a terminal, a line that goes again; Ctrl+C leaves one that says so."""
-    long = tmp_path / "long.pdf"
-    long.write_bytes(pdf(*(f"Page {n}. " + "words " * 99 for n in range(40))))
-    spaced = indexes._spaced
-
-    def interrupted(text: str) -> str:
-        if stops and "Page 30." in text:
-            raise KeyboardInterrupt
-        return spaced(text)
-
-    error = Terminal()
-    words = ["run", str(tiny_folder), "Page?", "--ctx", "2000", "--max-tokens", "2"]
-    with (
-        mock.patch.dict(os.environ, home, clear=True),
-        mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO(), "utf-8"), stderr=error),
-        mock.patch.object(indexes, "_spaced", interrupted),
-    ):
-        assert main([*words, "--file", str(long)]) == (130 if stops else 0)
-    error.flush()
-    shown = error.buffer.getvalue().decode().split("\r\x1b[K")  # type: ignore[attr-defined]
-    assert any(line.startswith("reading  50 %  20 of 40 pages") for line in shown)
-    assert any(line.startswith("indexing  50 %  20 of 40 pages") for line in shown)
-    left = "".join(line for line in shown if "\n" in line).splitlines()
-    if stops:
-        assert left[-1] == "localrt: stopped while files were read"
-    else:
-        assert "long.pdf does not fit the context" in left[-1]
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices")
 def test_endless_stdin(tiny_folder: Path, home: dict[str, str]) -> None:
     for arguments in (["hi"], ["hi", "--image", "-"]):
@@ -342,6 +300,7 @@ def test_an_interrupt_keeps_the_text_and_exits_130(home: dict[str, str]) -> None
     assert saved["messages"][-1]["content"].encode() in first + rest
 
 
+@pytest.mark.slow
 def test_commands_import_nothing_heavy(tiny_folder: Path, home: dict[str, str]) -> None:
     """Neither a program nor a command waits for what another needs."""
     heavy = {"torch", "numpy", "transformers", "llama_cpp", "huggingface_hub", "textual", "httpx2"}

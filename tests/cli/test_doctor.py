@@ -22,9 +22,7 @@ from localrt.common.extras import install, install_for_gpu
 from localrt.common.settings import Settings
 from localrt.hub.cache import note_use
 from localrt.offload import hardware
-from localrt.quant.cuda.gpu_cache import GpuCache
 from localrt.tui.terminal import write_report
-from tests.planner.models import RATE
 
 ROOT = Path(__file__).parents[2]
 
@@ -115,24 +113,6 @@ def test_advice(
     known = (KERNELS, TORCH, GPU, NVRTC, LLAMA)
     assert [each for line in lines for each in known if line.startswith(each)] == advice
     assert all(line in _doctor(capsys, as_json=False).partition("To do")[2] for line in lines)
-
-
-def test_gpu_tells_what_was_compiled_and_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        hardware, "_gpus_at_a_glance", lambda root: (hardware.GpuFacts("RTX 4060"),)
-    )
-    assert "0 compiled\n" in _doctor(capsys, as_json=False)
-    cache = tmp_path / "LOCALRT_CACHE"
-    (cache / "kernels").mkdir(parents=True)
-    (cache / "kernels" / "linear-1.cubin").write_bytes(b"")
-    file = GpuCache(cache, "RTX 4060", ["driver for CUDA 12.8", "NVRTC 12.8", "kernels 1f"])
-    file.write("rates", RATE.to_dict())
-    text = _doctor(capsys, as_json=False)
-    assert "1 compiled (driver for CUDA 12.8, NVRTC 12.8)" in text
-    assert "memory 250 GB/s, link 12 GB/s, products in int4-g32" in text
-    assert _doctor(capsys)["gpu"]["rates"]["replay_s"] == RATE.replay_s
 
 
 SECRET = "hunter2"

@@ -23,10 +23,8 @@ import localrt as library
 from localrt.client.programs import PROGRAMS
 from localrt.client.servers import LocalServer, announced, local_servers
 from localrt.common.settings import Settings
-from localrt.server.options import ServeOptions
-from localrt.server.pool import ModelPool
 from tests.cli.test_cli import FAST, LOCALRT, assert_one_line, home, localrt
-from tests.conftest import needs_links, needs_scripts, write_tiny_model
+from tests.conftest import needs_scripts, write_tiny_model
 from tests.server.conftest import WITH_TOOLS, Running, serving
 from tests.waits import wait_for
 
@@ -147,30 +145,6 @@ def own_variables(found: Any, env: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in found["variables"].items() if env.get(name) != text}
 
 
-def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str]) -> None:
-    with a_server(folder, programs):
-        assert localrt("launch", "claude", "--", "-x", env=programs).returncode == 0
-        launched = recorded(programs)
-        printed = localrt("launch", "claude", "--print", "--", "-x", env=programs).stdout.decode()
-        env = {**programs, "PATH": f"{programs['PATH']}:/usr/bin:/bin"}
-        subprocess.run(["/bin/sh", "-ec", printed], env=env, check=True, timeout=120)
-    typed = recorded(programs)
-    folders = {str(Path(path).parent) for each in (launched, typed) for path in each["texts"]}
-
-    def shown(found: Any, env: dict[str, str]) -> str:
-        text = json.dumps(
-            [found["arguments"], sorted(own_variables(found, env).items()), found["texts"]]
-        )
-        for each in folders:
-            text = text.replace(each, "FOLDER")
-        return text
-
-    ignored = {"PATH", "PWD", "SHLVL", "_", "OLDPWD"}
-    typed["variables"] = {n: t for n, t in typed["variables"].items() if n not in ignored}
-    launched["variables"].pop("PATH")
-    assert shown(typed, programs) == shown(launched, programs)
-
-
 def test_a_server_is_started_and_ended(folder: Path, programs: dict[str, str]) -> None:
     use(folder, programs)
     result = localrt("launch", "claude", env={**programs, "STATUS": "3"})
@@ -219,18 +193,6 @@ def test_ctrl_c_is_the_programs(folder: Path, programs: dict[str, str]) -> None:
         os.killpg(process.pid, signal.SIGINT)
         assert process.wait(120) == 9
     assert not psutil.pid_exists(server)
-
-
-@pytest.mark.slow
-def test_the_server_ends_even_if_launch_is_killed(folder: Path, programs: dict[str, str]) -> None:
-    use(folder, programs)
-    with launched(programs, "claude") as process:
-        (server,) = recorded(programs)["servers"]
-        for each in psutil.Process(process.pid).children():
-            if each.pid != server:
-                each.kill()
-        process.kill()
-        wait_for(lambda: not psutil.pid_exists(server))
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)])
@@ -323,26 +285,3 @@ def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, s
         for flags in (("--no-server", "--max-tokens", "3"), ("--ctx", "64", *FAST)):
             assert localrt("run", tiny_folder, "hi", *flags, env=home).stderr == b""
         assert len([line for line in running.log if line.path.endswith("completions")]) == 1
-
-
-@needs_links
-def test_servers_that_do_not_have_the_model_are_left_alone(
-    tiny_folder: Path, home: dict[str, str], tmp_path: Path
-) -> None:
-    """One is gone, and another program has its number; the other one was started elsewhere."""
-    pool = ModelPool(lambda *_: library.load(tiny_folder), lambda: [], ServeOptions())
-    link = tmp_path / "link"
-    link.symlink_to(tiny_folder)
-    with mock.patch.dict(os.environ, home, clear=True), serving(pool) as other:
-        settings = Settings.from_environment()
-        for number, url in ((1, "http://127.0.0.1:1/v1"), (os.getppid(), f"{other.url}/v1")):
-            file = settings.data_dir / "servers" / f"{number}.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"url": url, "pid": number, "models": None}))
-        found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
-        assert (found.returncode, found.stderr) == (0, b"")
-        with library.load(tiny_folder, draft="off") as model, serving(model, name="tiny") as one:
-            server = LocalServer(f"{one.url}/v1", os.getpid(), None, {"tiny": str(link)})
-            with announced(server, settings):
-                found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
-                assert b"using tiny of the server" in found.stderr

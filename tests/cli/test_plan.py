@@ -134,20 +134,6 @@ def test_bad_usage(
     assert words in error
 
 
-def test_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, draft = (config_folder(tmp_path, n) for n in ("phi-4-mini", "qwen2.5-coder-1.5b"))
-    gpu = ("--gpu", "virtual:2GB@12GB/s,256GB/s,20TFLOPS", "--ram", "3GB", "--ctx", "512")
-    command = ("plan", str(target), "--draft", str(draft), *gpu)
-    assert main([*command]) == 0
-    why, forecast = capsys.readouterr().out.splitlines()[-2:]
-    assert why.startswith(f"With {draft.name} as its draft: the draft is in RAM")
-    assert "70 % (assumed) of its first choices" in forecast
-    pair = as_json(capsys, *command[1:], "--acceptance", "0.9")["pair"]
-    assert pair["draft"] == draft.name
-    assert (pair["acceptance"], pair["acceptance_source"]) == (0.9, "given")
-    assert pair["why"] in why
-
-
 def test_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.command import CommandList
 from textual.events import Key, Paste
 from textual.pilot import Pilot
 
@@ -33,7 +32,7 @@ from localrt.tui.commands import (
 from localrt.tui.inputs import Input, letter_size
 from localrt.tui.mentions import as_mention, mentions
 from localrt.tui.plain import PlainChat
-from localrt.tui.screens.dialogs import Choose, Palette, help_page
+from localrt.tui.screens.dialogs import Choose, help_page
 from localrt.tui.terminal import PasteParser
 from localrt.tui.text import OPTIONS, pasted
 from tests.tui import screen
@@ -168,8 +167,6 @@ async def test_editor(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None
         yield
 
     async with running(model) as (app, pilot):
-        await pilot.press("ctrl+g")  # a test has no terminal to give away
-        await until(pilot, lambda: bool(screen.notices(app, "error")))
         monkeypatch.setattr(ChatApp, "suspend", suspend)
         monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: text + " and more")
         await pilot.press(*"Hi", "ctrl+g")
@@ -325,13 +322,10 @@ def test_letters_are_graphemes() -> None:
 HOSTILE = "\x1b]2;title\x07 \x9d52;c;eA==\x9c \x7f \x85 \u202eabc"
 PLACES = {
     "conversation": (),
-    "earlier message": ("up",),
-    "message to edit": ("alt+e",),
     "what an editor wrote": ("ctrl+g",),
     "conversations": ("ctrl+o",),
     "name": ("f2",),
     "models": ("f4",),
-    "settings": ("f5",),
     "system prompt": ("f5", *["down"] * 3, "enter"),
     "question": (*"/delete", "enter"),
 }
@@ -389,17 +383,3 @@ async def test_controls_of_other_texts_are_not_obeyed(
 
 
 # -- the palette -----------------------------------------------------------------------------------
-
-
-async def test_palette(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        await screen.say(pilot, "first")
-        # Keys that close it twice leave the chat as it is.
-        for keys in ("enter enter enter", "escape escape", "enter escape"):
-            await pilot.press("ctrl+p", *"help")
-            await until(pilot, lambda: app.screen.query_one(CommandList).option_count)
-            for key in keys.split():
-                app.post_message(Key(key, None))
-            await until(pilot, lambda: not isinstance(app.screen, Palette))
-            await pilot.press("escape")
-            assert app.screen is app.chat

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -20,9 +19,9 @@ from localrt.client.model import connect
 from localrt.tui.conversation.generation import NO_TOOLS
 from tests.documents.samples import pdf
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
-from tests.tui.conftest import Opening, plain_chat
+from tests.tui.conftest import plain_chat
 from tests.tui.fakes import FakeLoader, FakeModel, call, toolbox
-from tests.tui.test_attachments import Opened, escaped, file_of, parts
+from tests.tui.test_attachments import Opened, file_of, parts
 
 Chat = Callable[..., str]
 
@@ -136,29 +135,6 @@ def test_plain_or_app(
     assert opened == ["plain" if plain else "app"]
 
 
-def test_another_window(opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.plain._OTHERS_SECONDS", 0.01)
-    model = FakeModel(["Yes."])
-    with opening() as other:
-        begun = other.new(model="m")
-        begun.add("user", "First")
-        begun.add("assistant", "One.")
-
-        class Lines(io.StringIO):
-            def readline(self, *size: Any) -> str:
-                line = super().readline(*size)
-                if line:
-                    conversation = other.open(other.list()[0].id)
-                    conversation.add("user", "Second")
-                    conversation.add("assistant", "Two.")
-                return line
-
-        load = FakeLoader(model)
-        printed = plain_chat(load, tmp_path, ["Third"], resume=True, source=Lines)
-    assert "Written in another window:\nYou: Second\nModel: Two.\n" in printed
-    assert model.given() == ["First", "One.", "Second", "Two.", "Third"]
-
-
 # -- tools -----------------------------------------------------------------------------------------
 
 ASKED = "Run it? [y]es, [a]lways in this conversation, [n]o: "
@@ -190,10 +166,8 @@ def test_always_and_end_of_input(model: FakeModel, chat: Chat) -> None:
     assert model.given("tool")[-1] == "The user did not allow this call."
 
 
-def test_no_tools(model: FakeModel, chat: Chat) -> None:
-    """The model takes none, or its server refuses them."""
-    model.takes_tools = False
-    assert chat("One", "Two", toolbox=toolbox()[0]).count(NO_TOOLS) == 1
+def test_no_tools(chat: Chat) -> None:
+    """The server refuses them."""
 
     def reply(asked: Asked, connection: Any) -> bytes:
         if "tools" in asked.body:
@@ -216,29 +190,16 @@ def test_pictures(model: FakeModel, tmp_path: Path) -> None:
     photo, data = tmp_path / "my photo.png", file_of()
     photo.write_bytes(data)
     seeing = FakeModel(sees=True)
-    lines = [
-        f'What is in @"{photo}"?',
-        f"/attach {photo}",
-        "And this?",
-        f"{escaped(photo)} again",
-        "/show",
-    ]
+    lines = [f'What is in @"{photo}"?', f"/attach {photo}", "And this?"]
     out = plain_chat(FakeLoader(seeing), tmp_path, lines)
     sent = [seen.messages[-1]["content"] for seen in seeing.seen]
-    assert sent == [
-        parts("What is in ", data, "?"),
-        parts(data, " And this?"),
-        parts(data, " again"),
-    ]
+    assert sent == [parts("What is in ", data, "?"), parts(data, " And this?")]
     assert "my photo.png is attached to the next message." in out
-    assert out.count("Picture: my photo.png, 8 x 4, 64 tokens") == 6
-    lines = [f'What is in @"{photo}"?', "", f"/attach {photo}", "/retry"]
-    out = plain_chat(FakeLoader(model), tmp_path, lines)
+    assert out.count("Picture: my photo.png, 8 x 4, 64 tokens") == 2
+    out = plain_chat(FakeLoader(model), tmp_path, [f'What is in @"{photo}"?', ""])
     said = "Error: tiny-model cannot see pictures: the message was not sent"
     assert f"{said}; an empty line sends it without them" in out
-    assert out.count(said) == 2
-    sent = [seen.messages[-1]["content"] for seen in model.seen]
-    assert sent == ["What is in my photo.png?"] * 2
+    assert [seen.messages[-1]["content"] for seen in model.seen] == ["What is in my photo.png?"]
 
 
 def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,7 +154,6 @@ def kept_answer(folder: Path) -> str:
     ("name", "status"),
     [
         ("SIGTERM", 143),
-        pytest.param("SIGHUP", 129, marks=slow),
         pytest.param("SIGSEGV", -11, marks=slow),
         pytest.param("SIGKILL", -9, marks=slow),
     ],
@@ -312,21 +311,6 @@ def test_an_end_mark_within_a_paste(rest: str, text: str) -> None:
         assert "".join(pasted or "" for _, pasted in found) == f"one{text}"
 
 
-def test_pause_within_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than Textual waits for the rest of an escape sequence."""
-    now = 0.0
-    monkeypatch.setattr("textual._parser.get_time", lambda: now)
-    parser = PasteParser()
-    for read in ("\x1b[2", "00", "~text", "\x1b", "[2", "01~"):
-        found = messages(parser, read)
-        now += 1.0
-        assert list(parser.tick()) == []
-    assert found == [("Paste", "text")]
-    assert messages(parser, "\x1b") == []
-    now += 1.0
-    assert [getattr(event, "key", "") for event in parser.tick()] == ["escape"]
-
-
 ABC, STOPS, X = ("Paste", "abc"), ("Paste", ""), ("Key", "x")
 OPEN = f"{START}abc"
 
@@ -396,18 +380,6 @@ def test_what_comes_before_the_first_screen(
         shell.type("!")
         wait_for(lambda: shell.shows("!"))
         assert shell.ended() == "acone\ntwx!o".replace("one\n", line and "one\n")
-
-
-@slow
-def test_lines_typed_before_the_start(tmp_path: Path) -> None:
-    """Their Enter, which the terminal makes a line feed by then, sends them."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack)
-        shell.type("Hi\rmore\rand")
-        wait_for(lambda: shell.shows("A whole sentence.") and shell.shows("1 message waits"))
-        shell.type("!")
-        wait_for(lambda: shell.shows("!"))
-        assert shell.ended() == "more\n\nand!"
 
 
 # -- the clipboard ---------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from rich.style import Style
-from textual.app import App
 from textual.events import MouseScrollUp
 from textual.strip import Strip
 from textual.widgets import Input, Static
@@ -20,7 +19,7 @@ from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
-from tests.tui.conftest import SIZE, asked, running, until
+from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import STREAMED, FakeModel, WatchedModel
 from tests.tui.screen import idle
 
@@ -64,26 +63,6 @@ async def test_copying(model: FakeModel) -> None:
         assert app.clipboard == "a = 1\n"
         await pilot.press("alt+up", "alt+up", "alt+c")
         assert app.clipboard == "Hi"
-
-
-@pytest.mark.parametrize(
-    ("copied", "said"), [(True, "Copied"), (False, "Perhaps copied (if not, use /export):")]
-)
-async def test_what_is_said_of_a_copy(
-    copied: bool, said: str, model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That it is copied once a tool has done it; the terminal's own sequence may do nothing."""
-    model.answer = ["```\n\n```\n\n```python\none line\n```"]
-    async with running(model) as (app, pilot):
-        await asked(pilot, "Hi")
-        monkeypatch.setattr("localrt.tui.app.copied_by_tool", lambda text: copied)
-        sent = list[str]()
-        monkeypatch.setattr(App, "copy_to_clipboard", lambda app, text: sent.append(text))
-        await pilot.press("alt+y")
-        hint = f"{said} code block: python, 1 line"
-        await until(pilot, lambda: screen.hint(app).strip() == hint)
-        assert app.clipboard == "one line\n"
-        assert sent == ([] if copied else ["one line\n"])
 
 
 async def test_mouse() -> None:
@@ -142,30 +121,6 @@ async def test_follow() -> None:
         await pilot.press("ctrl+home")
         await until(pilot, lambda: view.scroll_y == 0)
         await asked(pilot, "more")
-        assert view.follows
-
-
-async def test_estimates_never_move_what_is_read(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        view = screen.conversation(app)
-        # Markdown whose height is hard to guess.
-        text = "# {0}\n- a\n- b\n\n\n\n| a |\n|-|\n| {0} |"
-        view.add(*(AnswerBlock(text.format(n)) for n in range(80)))
-        await pilot.pause()
-        for _ in range(30):
-            before = screen.shown(app).splitlines()
-            view.scroll_up(animate=False, immediate=True)
-            await pilot.pause()
-            after = screen.shown(app).splitlines()
-            same = [line for line in before[: SIZE[1] - 8] if line]
-            assert [line for line in after if line][-len(same) :][:3] == same[:3] or any(
-                after[k : k + 6] == before[:6] for k in range(4)
-            )
-        await pilot.press("ctrl+home")
-        await until(pilot, lambda: view.scroll_y == 0)
-        assert screen.shown(app).splitlines()[0] == "0"
-        await pilot.press("ctrl+end")
-        await until(pilot, lambda: "79" in screen.shown(app))
         assert view.follows
 
 
