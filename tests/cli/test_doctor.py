@@ -45,10 +45,7 @@ def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("built", ["libggml-cpu.so", "libggml-vulkan.so"])
 def test_a_gpu_of_another_maker(
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    built: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, built: str
 ) -> None:
     """It is shown, with what is missing: llama.cpp, or a build of it that uses GPUs."""
     (tmp_path / "lib").mkdir()

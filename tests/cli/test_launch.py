@@ -145,6 +145,7 @@ def own_variables(found: Any, env: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in found["variables"].items() if env.get(name) != text}
 
 
+@pytest.mark.slow
 def test_a_server_is_started_and_ended(folder: Path, programs: dict[str, str]) -> None:
     use(folder, programs)
     result = localrt("launch", "claude", env={**programs, "STATUS": "3"})
@@ -265,15 +266,7 @@ def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -
 
 def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, str]) -> None:
     assert b"No server is running" in localrt("ps", env=home).stdout
-    with (
-        mock.patch.dict(os.environ, home, clear=True),
-        library.load(tiny_folder, draft="off") as model,
-        serving(model, name="tiny", api_key="s3cret") as running,
-        announced(
-            LocalServer(f"{running.url}/v1", os.getpid(), "s3cret", {"tiny": str(tiny_folder)}),
-            Settings.from_environment(),
-        ),
-    ):
+    with a_server(tiny_folder, home, "s3cret") as running:
         shown = localrt("ps", "--json", env=home)
         (one,) = json.loads(shown.stdout)["models"]
         assert (one["name"], one["state"], one["unload_s"]) == ("tiny", "loaded", None)

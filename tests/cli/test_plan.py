@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
-from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import localrt
 from localrt.cli import main
 from localrt.cli.chat import welcome
 from localrt.common.settings import Settings
@@ -38,27 +35,6 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     text = capsys.readouterr().out
     assert text.count("\n") == 1
     return json.loads(text)
-
-
-def test_unread_quantization(
-    tmp_path: Path,
-    tiny_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What cannot be read is one same line everywhere."""
-    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(), encoding="utf-8"))
-    folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 5}
-    (folder / "config.json").write_text(json.dumps(config))
-    lines = {f"localrt: {localrt.preview(folder)}\n"}
-    for command in (["plan", str(folder)], ["show", str(folder)], ["run", str(folder), "hi"]):
-        assert main(command) == 1
-        lines.add(capsys.readouterr().err)
-    (line,) = lines
-    assert "bits is 5" in line
-    assert line.count("\n") == 1
 
 
 def test_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,12 +118,8 @@ def test_hub(
     (snapshot / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-coder-1.5b"]))
     report = as_json(capsys, "org/small", *WHAT_IF)
     assert report["model"]["name"] == "org/small"
-    assert report["model"]["layers"] == 28
-    assert report["simulated"] is True
     assert set(report["hypothetical"]) >= {"--gpu-memory", "--ssd", "--link"}
-    assert report["predicted_tok_s"] == report["prediction"]["tok_s"] > 0
-    assert report["predicted_tok_s"] <= report["ceiling_tok_s"]
-    assert report["budgets"]["vram"] == 8_000_000_000
+    assert 0 < report["predicted_tok_s"] <= report["ceiling_tok_s"]
 
     # Which files the hub has, where it is asked.
     sizes = {"Q8_0": 1_900_000_000, "Q4_K_M": 1_100_000_000}

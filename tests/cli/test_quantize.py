@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from localrt.cli import main
-from localrt.common.extras import install
 from tests.conftest import needs_torch
 
 
@@ -126,43 +122,3 @@ def test_failures_are_status_1(
     line = refused(capsys, 1, model, "--format", "nf4", "--out", tmp_path / "s")
     assert "is truncated" in line
     assert not list(tmp_path.glob("s*"))
-
-
-def test_an_unfinished_store_is_no_model(
-    model: Path, home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from localrt.offload.store.writer import StoreWriter
-
-    def stop(*_args: Any) -> Path:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(StoreWriter, "finish", stop)
-        assert quantize(model, "--format", "int8-g32") == 130
-    capsys.readouterr()
-    partial = home / "stores/tiny-int8-g32.partial"
-    assert main(["run", str(partial), "hi"]) == 1
-    assert "is a store that is not finished" in capsys.readouterr().err
-    assert main(["list", "--json"]) == 0
-    kinds = {entry["kind"] for entry in json.loads(capsys.readouterr().out)["models"]}
-    assert "store" not in kinds
-    assert quantize(model, "--format", "int8-g32") == 0
-    assert not partial.exists()
-
-
-@pytest.mark.slow
-def test_rounding_needs_no_extra(model: Path, tmp_path: Path) -> None:
-    code = """
-        import sys
-
-        sys.modules["torch"] = sys.modules["scipy"] = None
-        from localrt.cli import main
-
-        asked = ["quantize", sys.argv[1], "--format", "int4-g32"]
-        assert main([*asked, "--method", "rtn", "--out", sys.argv[2]]) == 0
-        sys.exit(main(asked))
-    """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(model), str(tmp_path / "s")]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert install("quantize") in done.stderr.splitlines()[-1]

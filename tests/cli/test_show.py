@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import re
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 
@@ -28,33 +26,6 @@ def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.slow
-def test_mtp_block(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shown and planned, of a folder and of a file; what holds only that is no model."""
-    from tests.models.make_gguf import write_tiny_gguf
-    from tests.models.tiny_heads import TinyBlock
-
-    TinyBlock("qwen3.5", tmp_path)
-    path = write_tiny_gguf(tmp_path, tmp_path / "m.gguf", "qwen3.5", predicting=1)
-    plain = write_tiny_gguf(tmp_path, tmp_path / "plain.gguf", "qwen3.5")
-    for command in ("show", "plan"):
-        for model, has in ((tmp_path, True), (path, True), (plain, False)):
-            assert main([command, str(model), "--json"]) == 0
-            record = json.loads(capsys.readouterr().out)
-            assert record["draft"] == ("mtp" if has else "")
-            notes = " ".join(record["notes"])
-            assert (re.search(r"its MTP block of \d+ kB drafts for it", notes) is not None) == has
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(), encoding="utf-8"))
-    alone = tmp_path / "mtp-m.gguf"
-    write_tiny_gguf(tmp_path, alone, "qwen3.5", predicting=1, only_block=True)
-    for command in (["show"], ["plan"], ["run"]):
-        assert main([*command, str(alone), *["text"] * (command[0] == "run")]) == 1
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "holds only the MTP block of a model" in line
-        assert line.endswith("with --draft mtp-m.gguf")
-
-
 def test_vision_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from tests.models.make_gguf import write_tiny_gguf
     from tests.models.make_mmproj import write_mmproj

@@ -10,7 +10,6 @@ import sqlite3
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,12 +22,10 @@ from PIL import Image
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.history import database
-from localrt.history.history import copy_to_memory, end_answer, merge, withdraw
+from localrt.history.history import withdraw
 from localrt.history.pictures import small_image
 from localrt.models.vision.picture import open_picture
 from tests.picture_files import READ
-
-posix = pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
 
 
 @pytest.fixture
@@ -179,19 +176,15 @@ def test_killed_writer(tmp_path: Path) -> None:
     assert talk.turns[1] == answer
 
 
-@pytest.mark.parametrize("pages", [False, True], ids=["no database", "a few pages"])
-def test_damaged_file(tmp_path: Path, pages: bool) -> None:
+def test_damaged_file(tmp_path: Path) -> None:
     path = tmp_path / "h.db"
-    if pages:
-        with History(path) as history:
-            talk = history.new(model="m")
-            for number in range(200):
-                talk.add("user", f"{number} " * 100)
-        with path.open("r+b") as file:
-            file.seek(4096 * 3)
-            file.write(os.urandom(4096 * 8))
-    else:
-        path.write_bytes(b"this is no database, but a text that somebody wrote" * 100)
+    with History(path) as history:
+        talk = history.new(model="m")
+        for number in range(200):
+            talk.add("user", f"{number} " * 100)
+    with path.open("r+b") as file:
+        file.seek(4096 * 3)
+        file.write(os.urandom(4096 * 8))
     damaged = path.read_bytes()
     with History(path) as history:
         (note,) = history.notes
@@ -273,60 +266,30 @@ def test_unusable_path(tmp_path: Path) -> None:
         History(tmp_path)
 
 
-def test_merge_copy(history: History) -> None:
-    with History(":memory:") as memory:
-        talk = history.new(model="m", system="Be brief.")
-        question = talk.add("user", "q")
-        writer = talk.answer()
-        writer.write("half")
-        facts = {"title": talk.title, "model": "m", "system": "Be brief.", "options": {"seed": 1}}
-        copy = copy_to_memory(memory, talk.id, talk.turns, facts)
-        end_answer(copy, writer.turn, "cancelled", "half", {"tokens": 1})
-        first = copy.add("user", "more", after=writer.turn)
-        other = copy.add("user", "other", after=writer.turn)
-        assert min(first.id, other.id) > 1 << 39  # no number of the file
-        unfinished = copy.answer(after=other.id)
-        with pytest.raises(StorageError, match="still being written"):
-            merge(talk, copy)
-        unfinished.finish()
-        numbers = merge(talk, copy)
-        assert said(talk) == ["q", "half", "other", ""]
-        assert [turn.state for turn in talk.turns] == ["done", "cancelled", "done", "done"]
-        assert talk.options == {"seed": 1}
-        assert talk.siblings(numbers[other.id]) == (numbers[first.id], numbers[other.id])
-        assert talk.siblings(question.id) == (question.id,)
-
-
 # -- who may read it -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def open_umask() -> Iterator[None]:
-    before = os.umask(0)
-    yield
-    os.umask(before)
 
 
 def rights(folder: Path) -> set[int]:
     return {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
 
 
-@posix
-@pytest.mark.parametrize("fate", ["whole", "damaged"])
-def test_private_files(tmp_path: Path, fate: str, open_umask: None) -> None:
+@pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
+def test_private_files(tmp_path: Path) -> None:
     folder = tmp_path / "new"
     path = folder / "h.db"
-    with History(path) as history:
-        history.new(model="m").add("user", "secret")
-        assert len(list(folder.iterdir())) == 3  # with -wal and -shm
-        assert rights(folder) == {0o600}
+    before = os.umask(0)
+    try:
+        for damaged in (False, True):
+            if damaged:
+                path.write_bytes(b"nothing that SQLite knows" * 400)
+            with History(path) as history:
+                assert len(history.notes) == damaged
+                history.new(model="m").add("user", "secret")
+                assert len(list(folder.iterdir())) == 3 + damaged  # with -wal and -shm
+                assert rights(folder) == {0o600}
+    finally:
+        os.umask(before)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    if fate == "damaged":
-        path.write_bytes(b"nothing that SQLite knows" * 400)
-    with History(path) as history:
-        assert len(history.notes) == (fate != "whole")
-        history.new(model="m").add("user", "secret")
-        assert rights(folder) == {0o600}
 
 
 def picture(color: str = "red", size: tuple[int, int] = (8, 4), kind: str = "PNG") -> bytes:
@@ -409,20 +372,6 @@ def test_pictures_of_many_kinds(history: History, kind: str) -> None:
     assert (opened.width, opened.height) == size
     small = np.asarray(small_image(picture, 4, 3), np.float32)
     assert abs(small.mean() - opened.pixels.mean()) < 25  # what the model sees
-
-
-def test_file_from_before_pictures(tmp_path: Path) -> None:
-    with History(tmp_path / "h.db") as history:
-        history.new(model="m").add("user", "old")
-    with closing(sqlite3.connect(tmp_path / "h.db")) as connection:
-        connection.executescript(
-            "DROP TABLE turn_picture; DROP TABLE picture; PRAGMA user_version = 1"
-        )
-    with History(tmp_path / "h.db") as history:
-        talk = history.open(history.list()[0].id)
-        talk.add("user", asking("new ", picture()))
-        assert said(talk) == ["old", "new "]
-        assert len(files(history)) == 1
 
 
 def test_texts_that_are_no_unicode(history: History) -> None:
