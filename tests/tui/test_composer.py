@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import unicodedata
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from localrt.tui.commands import (
     read_line,
     suggestions,
 )
-from localrt.tui.inputs import Input, letter_size
+from localrt.tui.inputs import Input
 from localrt.tui.mentions import as_mention, mentions
 from localrt.tui.plain import PlainChat
 from localrt.tui.screens.dialogs import Choose, help_page
@@ -156,22 +155,6 @@ def test_editor_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VISUAL", "no-such-editor-anywhere")
     with pytest.raises(OptionError, match="no-such-editor"):
         edited("some")
-
-
-async def test_editor(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    suspended = []
-
-    @contextmanager
-    def suspend(app: ChatApp) -> Iterator[None]:
-        suspended.append(app)
-        yield
-
-    async with running(model) as (app, pilot):
-        monkeypatch.setattr(ChatApp, "suspend", suspend)
-        monkeypatch.setattr("localrt.tui.chat.screen.edited", lambda text: text + " and more")
-        await pilot.press(*"Hi", "ctrl+g")
-        await until(pilot, lambda: screen.composer(app).text == "Hi and more")
-        assert suspended == [app]
 
 
 # -- keys ------------------------------------------------------------------------------------------
@@ -305,16 +288,6 @@ async def test_typed_in_one_read(model: FakeModel) -> None:
             written = getattr(field, name)
             assert written.startswith("<")
             assert not harmful(written)
-
-
-def test_letters_are_graphemes() -> None:
-    regex = pytest.importorskip("regex")
-    text = "".join(LETTERS.values()) + "\U0001f1e9\U0001f1ea" * 2 + "à la\u0300 ñ 한국어 กำ"
-    place = 0
-    for letter in regex.findall(r"\X", text):
-        assert letter_size(text, place, 1) == len(letter)
-        place += len(letter)
-        assert letter_size(text, place, -1) == len(letter)
 
 
 # -- control characters ----------------------------------------------------------------------------

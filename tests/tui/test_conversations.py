@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,8 +25,8 @@ from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
 from tests.conftest import needs_kernels
 from tests.mutations import changed, is_line
 from tests.tui import screen
-from tests.tui.conftest import SIZE, Opening, app_for, asked, cleared, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.conftest import SIZE, Opening, asked, cleared, running, until
+from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
 
 
@@ -321,63 +320,48 @@ async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_pa
         app.state.presets.save(Preset("mine", "a secret"))
         await pilot.press("ctrl+n")  # parks the conversation
         await asked(pilot, "another secret")
-        paths = {path.name: path for path in tmp_path.rglob("*")}  # SQLite's own files too
-        assert not [path for path in paths.values() if path.stat().st_mode & 0o077]
+        found = list(tmp_path.rglob("*"))  # SQLite's own files too
+        assert not [path for path in found if path.stat().st_mode & 0o077]
     names = {path.name for path in tmp_path.rglob("*")}
     assert {"history.db", "tokens.json", "blocks.bin", "config.toml", "presets.toml"} <= names
 
 
-# -- two windows on one conversation ---------------------------------------------------------------
-
-Pair = tuple[ChatApp, Pilot[None], ChatApp, Pilot[None]]
-
-
-@asynccontextmanager
-async def two_windows(one: FakeModel, two: FakeModel, opening: Opening) -> AsyncIterator[Pair]:
-    """Both show a conversation that begins with “First”, answered by ``one``."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
-        first = app_for(FakeLoader(one), history=opening)
-        async with first.run_test(size=SIZE) as left:
-            await asked(left, "First")
-            second = app_for(FakeLoader(two), history=opening, resume=True)
-            async with second.run_test(size=SIZE) as right:
-                await until(right, lambda: idle(second))
-                yield first, left, second, right
-
-
-async def test_running_answer_elsewhere(opening: Opening) -> None:
+async def test_running_answer_elsewhere(opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another window on the same conversation."""
+    monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
     one, two = FakeModel(["One."]), FakeModel(["Two is long. ", "It ends."])
-    async with two_windows(one, two, opening) as (first, left, second, right):
-        two.hold()
-        await screen.say(right, "Second")
-        await until(left, lambda: screen.users(first) == ["First", "Second"])
-        assert screen.marks(first) == ["being written by another window"]
-        await screen.say(left, "Third")
-        assert screen.waiting(first) == ["Third"]
-        assert "for the answer in another window" in screen.hint(first)
-        two.allow(1)
-        await until(left, lambda: screen.answers(first)[-1] == "Two is long. ")
-        assert screen.users(first) == ["First", "Second", "Third"], "it waits below"
-        assert len(one.seen) == 1
-        two.release()
-        await until(left, lambda: len(one.seen) == 2 and idle(first))
-        assert one.given() == ["First", "One.", "Second", "Two is long. It ends.", "Third"]
-        assert screen.marks(first) == []
-        await until(right, lambda: screen.answers(second)[-1] == "One.")
-        assert screen.kinds(first)[-4:] == ["UserTurn", "AnswerBlock"] * 2
+    async with running(one, history=opening) as (first, left):
+        await asked(left, "First")
+        async with running(two, history=opening, resume=True) as (second, right):
+            two.hold()
+            await screen.say(right, "Second")
+            await until(left, lambda: screen.users(first) == ["First", "Second"])
+            assert screen.marks(first) == ["being written by another window"]
+            await screen.say(left, "Third")
+            assert screen.waiting(first) == ["Third"]
+            assert "for the answer in another window" in screen.hint(first)
+            two.allow(1)
+            await until(left, lambda: screen.answers(first)[-1] == "Two is long. ")
+            assert screen.users(first) == ["First", "Second", "Third"], "it waits below"
+            assert len(one.seen) == 1
+            two.release()
+            await until(left, lambda: len(one.seen) == 2 and idle(first))
+            assert one.given() == ["First", "One.", "Second", "Two is long. It ends.", "Third"]
+            assert screen.marks(first) == []
+            await until(right, lambda: screen.answers(second)[-1] == "One.")
+            assert screen.kinds(first)[-4:] == ["UserTurn", "AnswerBlock"] * 2
 
-        # A message that is taken back there leaves both where they were.
-        two.hold()
-        await screen.say(right, "Fourth")
-        await until(left, lambda: screen.users(first)[-1] == "Fourth")
-        await right.press("escape")
-        await until(left, lambda: screen.users(first)[-1] == "Third")
-        await asked(left, "Fifth")
-        assert one.given()[-3:] == ["Third", "One.", "Fifth"]
-        assert screen.marks(first) == []
-        assert not first.state.conversation.unsaved
-        two.release()
+            # A message that is taken back there leaves both where they were.
+            two.hold()
+            await screen.say(right, "Fourth")
+            await until(left, lambda: screen.users(first)[-1] == "Fourth")
+            await right.press("escape")
+            await until(left, lambda: screen.users(first)[-1] == "Third")
+            await asked(left, "Fifth")
+            assert one.given()[-3:] == ["Third", "One.", "Fifth"]
+            assert screen.marks(first) == []
+            assert not first.state.conversation.unsaved
+            two.release()
 
 
 # -- chats that others saved -----------------------------------------------------------------------

@@ -70,7 +70,6 @@ class FakeLibrary:
         self.here = list(MODELS)
         self.previews: dict[str, Any] = dict(PREVIEWS)
         self.asked: list[str] = []
-        self.planned: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
         self.error: LocalrtError | None = None
@@ -82,7 +81,6 @@ class FakeLibrary:
         return {"org/chat:Q4_K_M": time.time() - 7200}
 
     def preview(self, name: str, **budgets: Any) -> Preview:
-        self.planned.append(name)
         self.budgets = budgets
         if isinstance(self.previews[name], LocalrtError):
             raise self.previews[name]

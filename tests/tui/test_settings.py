@@ -30,7 +30,7 @@ from tests.conftest import needs_links
 from tests.mcp.test_config import GOOD as SERVERS
 from tests.mutations import is_line
 from tests.tui import screen
-from tests.tui.conftest import asked, running, until
+from tests.tui.conftest import running, until
 from tests.tui.fakes import FakeModel
 
 DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
@@ -115,15 +115,6 @@ def test_changes_keep_comments(tmp_path: Path) -> None:
     assert dict(file.load().options) == {}
     assert "generation" not in file.path.read_text("utf-8")
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
-
-
-def test_a_file_of_windows(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbfpanel = true\r\n# mine\r\n")
-    file = PreferencesFile(tmp_path)
-    assert file.load().panel
-    file.change({"theme": "nord"})
-    assert "# mine" in (tmp_path / "config.toml").read_text("utf-8")
-    assert (file.load().panel, file.load().theme, file.notes) == (True, "nord", ())
 
 
 @needs_links
@@ -243,19 +234,6 @@ async def test_preferences(tmp_path: Path) -> None:
         assert model.last_chat.options["adapter"] == "facts"
         await screen.say(pilot, "/adapter none")
         assert "+" not in screen.notices(app)[-1]
-
-
-async def test_bad_preferences(tmp_path: Path) -> None:
-    text = 'theme = "mauve"\n[keys]\nnwe = "ctrl+l"\nnew = "q"\n'
-    config(tmp_path, text)
-    async with running(FakeModel(), size=(100, 30), config=tmp_path) as (app, pilot):
-        told = screen.notices(app, "error")
-        assert len(told) == 3
-        assert "No theme 'mauve'" in told[0]
-        assert "did you mean new?" in told[1]
-        assert "is for typing" in told[2]
-        await asked(pilot, "Hi")
-    assert (tmp_path / "config.toml").read_text("utf-8") == text
 
 
 @asynccontextmanager

@@ -297,10 +297,7 @@ def test_paste_is_whole_wherever_reads_end(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("rest", "text"),
-    [
-        (f"\r{START}two", "\rtwo"),
-        (f"\x1b[13u{END}{START}{END}\x03", "\x1b[13u\x03"),
-    ],
+    [(f"\r{START}two", "\rtwo"), (f"\x1b[13u{END}{START}{END}\x03", "\x1b[13u\x03")],
 )
 def test_an_end_mark_within_a_paste(rest: str, text: str) -> None:
     """What follows it is not obeyed, wherever reads end."""

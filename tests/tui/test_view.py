@@ -1,27 +1,34 @@
-"""The conversation on screen: what is followed, copied, found, and that long ones stay cheap."""
+"""The conversation on screen: what is followed, copied, found; pictures of it.
+
+`pytest tests/tui/test_view.py --snapshot-update` draws the pictures again.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from rich.style import Style
 from textual.events import MouseScrollUp
+from textual.pilot import Pilot
 from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import FindBar
-from localrt.tui.chat.blocks import GUTTER, AnswerBlock, TurnBlock, UserTurn
+from localrt.tui.chat.blocks import GUTTER, AnswerBlock, UserTurn
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
-from tests.tui.conftest import asked, running, until
-from tests.tui.fakes import STREAMED, FakeModel, WatchedModel
+from tests.tui.conftest import app_for, asked, running, until
+from tests.tui.fakes import STREAMED, VIEW, FakeLoader, FakeModel, WatchedModel
 from tests.tui.screen import idle
+from tests.tui.test_drawing import DOCUMENT
 
 
 async def test_thinking() -> None:
@@ -333,16 +340,40 @@ async def test_find_in_other_scripts(model: FakeModel) -> None:
             await pilot.press("escape")
 
 
-async def test_match_out_of_sight(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        view = screen.conversation(app)
-        turns: list[TurnBlock] = []
-        for number in range(200):
-            turns += [UserTurn(f"question {number}"), AnswerBlock(f"answer {number}\n\n" * 3)]
-        view.add(*turns)
-        await pilot.press("ctrl+f", *"question 17")
-        await until(pilot, lambda: highlighted(app) == ["[question 17]"])
-        assert "question 179" in screen.shown(app), "the nearest one above"
-        assert count(app) == "11 of 11"  # 17, and 170 to 179
-        laid_out = sum(block.laid_out for block in view.blocks)
-        assert laid_out < 100, "what has no match and is out of sight is not laid out"
+# -- pictures --------------------------------------------------------------------------------------
+
+Compare = Callable[..., bool]
+
+
+def test_answer(snap_compare: Compare) -> None:
+    app = app_for(FakeLoader(FakeModel([DOCUMENT])))
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app.theme = "textual-dark"
+        screen.composer(app).cursor_blink = False
+        await asked(pilot, "Show me\nyour Markdown")
+
+    assert snap_compare(app, terminal_size=(80, 46), run_before=before)
+
+
+def test_panel_while_streaming(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an answer, the panel standing still."""
+    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 3600.0)
+    said = "The sky is blue because air scatters short waves of light more than long ones. "
+    model = WatchedModel([said * 3, "never"])
+    model.hold()
+    model.allow(1)
+    app = app_for(FakeLoader(model))
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app.theme = "localrt-dark"
+        screen.composer(app).cursor_blink = False
+        await until(pilot, lambda: idle(app))
+        await pilot.press("f3")
+        await screen.say(pilot, "Why is the sky blue?")
+        await until(pilot, lambda: screen.answers(app) == [said * 3])
+        panel(app)._data = VIEW
+        panel(app)._draw()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=(100, 30), run_before=before)
