@@ -165,18 +165,6 @@ TEMPLATES: dict[str, str] = {
             between="\n",
         )
     ),
-    "Hunyuan": chat(
-        each(
-            "<tool_call:opensource>{{ f.name }}<tool_sep:opensource>\n"
-            + _pairs(
-                "<arg_key:opensource>{{ k }}</arg_key:opensource>\n"
-                f"<arg_value:opensource>{_JSON_TEXT}</arg_value:opensource>\n"
-            )
-            + "</tool_call:opensource>\n",
-            before="<tool_calls:opensource>\n",
-            after="</tool_calls:opensource>",
-        )
-    ),
     "Muse-Glimmer": chat(
         each(
             ' to={{ f.name }}<|message|><atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n'
@@ -195,7 +183,6 @@ TEMPLATES: dict[str, str] = {
         begin="<|start|>{}",
         end="<|eot|>",
     ),
-    "DeepSeek V3.2": chat(_dsml("function_calls")),
     "DeepSeek V4": chat(_dsml("tool_calls")),
     "DeepSeek V3, R1": chat(
         each(
@@ -231,7 +218,6 @@ TEMPLATES: dict[str, str] = {
         ),
         think="{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}",
     ),
-    "Mistral, named": chat(each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")),
     "Mistral, named and numbered": chat(
         each("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}")
     ),
@@ -249,18 +235,6 @@ TEMPLATES: dict[str, str] = {
         ),
         text=("{% if m.content %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"),
     ),
-    "Apertus": chat(
-        each(
-            '{"{{ f.name }}": {{ f.arguments | tojson }}}',
-            before="<|tools_prefix|>[",
-            between=", ",
-            after="]<|tools_suffix|>",
-        ),
-        think=(
-            "{% if m.reasoning_content %}<|inner_prefix|>{{ m.reasoning_content }}"
-            "<|inner_suffix|>{% endif %}"
-        ),
-    ),
     "Apriel": chat(
         each(_JSON, before="\n<tool_calls>[", between=", ", after="]</tool_calls>"),
         think=(
@@ -268,7 +242,6 @@ TEMPLATES: dict[str, str] = {
             "\n[BEGIN FINAL RESPONSE]\n{% endif %}"
         ),
     ),
-    "Nemotron Nano": chat(each(_JSON, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>")),
     "FireFunction, Phi": chat(each(_JSON, before=" functools[", between=", ", after="]")),
     "Granite, Phi": chat(
         each(_JSON, before="<|tool_call|>[", between=", ", after="]<|/tool_call|>")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from localrt import split_thinking
 from localrt.chat_format.call_syntaxes import named_syntax
 from localrt.chat_format.chat_template import ChatTemplate
-from localrt.chat_format.json_schemas import ABSENT, accepted, parameters_of
+from localrt.chat_format.json_schemas import ABSENT, accepted
 from localrt.chat_format.messages import for_template
 from localrt.chat_format.parser import HarmonyParser, TextParser, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax
@@ -272,7 +272,7 @@ DEFS: dict[str, Any] = {
         **{f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 3} for n in range(30)},
         "d30": {"type": "integer"},
         "a/b": {"type": "boolean"},
-    },
+    }
 }
 STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "number", "null"))
 
@@ -329,27 +329,3 @@ STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "num
 def test_text_is_read_as_the_schema_says(schema: Any, text: str, value: Any) -> None:
     found = accepted(schema, DEFS).read(text)
     assert found is value if value is ABSENT else (found, type(found)) == (value, type(value))
-
-
-@pytest.mark.parametrize(
-    ("schema", "properties", "required"),
-    [
-        ({"properties": {"a": STRING}, "required": ["a", "b"]}, {"a"}, {"a"}),
-        ({"$ref": "#/$defs/o", "$defs": {"o": {"properties": {"a": STRING}}}}, {"a"}, set()),
-        (
-            {
-                "allOf": [
-                    {"properties": {"a": STRING}, "required": ["a"]},
-                    {"properties": {"b": STRING}},
-                ]
-            },
-            {"a", "b"},
-            {"a"},
-        ),
-        ([1], set(), set()),
-        ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}], "properties": {"a": STRING}}, {"a"}, set()),
-    ],
-)
-def test_parameters_wherever_they_stand(schema: Any, properties: set[str], required: Any) -> None:
-    found, needed = parameters_of(schema)
-    assert (set(found), needed) == (properties, required)

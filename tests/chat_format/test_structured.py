@@ -244,10 +244,9 @@ DEFS = {"$defs": {"A": A, "B": B}}
 TO_A, TO_B = {"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}
 LINKED = object_of("v", "next", v=INT, next={"anyOf": [{"$ref": "#/$defs/N"}, {"type": "null"}]})
 TREE = object_of("kids", kids={"type": "array", "items": {"$ref": "#"}})
-LIST_A, LIST_B = ({"type": "array", "items": each} for each in (A, B))
 CAT, DOG = (object_of("kind", kind={"const": name}, **{name: INT}) for name in ("cat", "dog"))
 TUPLE = {"type": "array", "prefixItems": [INT, INT]}
-A1, AB, AX, AP = {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "x": 1}, {"p": A}
+A1, AB, AX = {"a": 1}, {"a": 1, "b": 2}, {"a": 1, "x": 1}
 
 
 # Schemas, values that fit them, and values that do not.
@@ -260,28 +259,21 @@ MEMBERS: list[tuple[dict[str, Any], list[Any], list[Any]]] = [
     (object_of(p={"type": "object"}), [{"p": {}}, {"p": AX}], [AX]),
     ({**A, "additionalProperties": True}, [A1, AX], []),
     ({**A, "additionalProperties": INT}, [AX], [{"a": 1, "x": "s"}]),
-    ({**A, "additionalProperties": B}, [{"a": 1, "x": {"b": 2}}], [{"a": 1, "x": AB}]),
     ({**A, "patternProperties": {"^x": INT}}, [AX], []),
     ({**A, "unevaluatedProperties": {}}, [AX], []),
     ({**A, "minProperties": 2}, [AX], []),
-    ({"additionalProperties": A, "type": "object"}, [{"k": A1}], [{"k": AX}]),
     # Several schemas of one object.
-    ({"allOf": [A, B]}, [AB], [{**AB, "c": 1}, A1]),
     ({"allOf": [TO_A, TO_B], **DEFS}, [AB], [{**AB, "c": 1}, A1]),
     ({"allOf": [TO_A, {"description": "d"}], **DEFS}, [A1], [AX]),
-    ({**TO_A, "title": "t", **DEFS}, [A1], [AX]),
     ({**TO_A, "properties": {"b": INT}, **DEFS}, [A1, AB], [AX]),
     ({"allOf": [A, {**B, "additionalProperties": True}]}, [{"a": 1, "b": 2, "c": 3}], []),
     ({"allOf": [TO_A, {"anyOf": [B, CAT]}], **DEFS}, [AB, {"a": 1, "kind": "cat"}], [AX]),
     ({"allOf": [object_of(p=TO_A), object_of(p=TO_B)], **DEFS}, [{"p": AB}], [{"x": 1}]),
-    ({"allOf": [object_of(l=LIST_A), object_of(l=LIST_B)]}, [{"l": [AB]}], [{"x": 1}]),
     ({**object_of(p=A), "anyOf": [object_of(p=B), A]}, [{"p": AB}, {"p": A1, "a": 1}], [{"x": 1}]),
     ({"anyOf": [object_of(p=A), object_of(p=B)]}, [{"p": A1}], [{"p": AX}, {"p": AB}]),
     ({"anyOf": [A, B]}, [A1, {"b": 2}], [AX, AB]),
-    ({"anyOf": [TO_A, {"type": "null"}], **DEFS}, [A1, None], [AX]),
     ({"anyOf": [{"required": ["a"]}, {"required": ["b"]}], "properties": {"a": INT, "b": INT}},
      [A1, {"b": 2}, AB], [{"a": 1, "c": 1}]),
-    ({"oneOf": [CAT, DOG]}, [{"kind": "dog", "dog": 1}], [{"kind": "dog", "cat": 1}]),
     ({**object_of(n=INT), "oneOf": [CAT, DOG]},
      [{"n": 1, "kind": "dog", "dog": 1}, {"kind": "cat"}], [{"kind": "cat", "x": 1}]),
     ({**B, "anyOf": [TO_A, {"$ref": "#/$defs/C"}], "$defs": {"A": A, "C": CAT}},

@@ -358,10 +358,7 @@ def offer_of(tools: Any, template: str = STRICT) -> Any:
             [("f", ["city"])],
         ),
         ([tool("f"), tool("g"), tool("f", parameters=STRING)], [("f", ["city"]), ("g", [])]),
-        (
-            [tool("f", parameters={"$ref": "#/$defs/a", "$defs": {"a": STRING}})],
-            [("f", ["city"])],
-        ),
+        ([tool("f", parameters={"$ref": "#/$defs/a", "$defs": {"a": STRING}})], [("f", ["city"])]),
         (
             [tool("f", parameters={"properties": {"a": {"type": ["string", "null"]}}})],
             [("f", ["a"])],
