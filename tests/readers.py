@@ -7,7 +7,6 @@ import json
 import re
 import socket
 import struct
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -74,13 +73,6 @@ def _files(folder: Path, use: Callable[[str], object], names: Iterable[str] = ()
     return ((name, found[name]) for name in kinds), changed
 
 
-def _document(data: bytes) -> Any:
-    """The JSON of an input; None if it is none."""
-    with suppress(ValueError, RecursionError):
-        return json.loads(data)
-    return None
-
-
 _HEADER = {
     "__metadata__": {"format": "pt"},
     "model.norm.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]},
@@ -137,48 +129,6 @@ def checkpoints(folder: Path, stack: ExitStack) -> Prepared:
     return _files(
         folder, lambda name: _read_checkpoint(folder / name if "gguf" in name else folder)
     )
-
-
-_RARE_KEYS = (
-    "attention_other_setting compress_ratios expert_swiglu_limit_list full_attention_interval "
-    "full_attn_layers hybrid_override_pattern index_topk_freq index_topk_pattern "
-    "linear_attn_config moe_layer_freq moe_layers_enum moe_router_activation_func "
-    "mtp_num_hidden_layers num_hash_layers partial_rotary_factors quantization_config "
-    "rope_local_base_freq rotary_dim route_norm"
-)
-
-
-@_reader(0.02, "models/architectures/*.py models/raw_config.py localrt/planning/models.py")
-def configs(folder: Path, stack: ExitStack) -> Prepared:
-    """Of each architecture the config that says most. Keys go from one into others."""
-    from localrt.planning.models import shape_from_config
-    from tests.models.tiny import load_ours, save_tiny
-    from tests.models.tiny_configs import CONFIGS, MIXTURES
-
-    tiny = CONFIGS | MIXTURES
-    made = sorted(
-        (len((own := tiny[name]()).to_json_string()), own.model_type, name) for name in tiny
-    )
-    inputs: dict[str, str] = {}
-    for name in {kind: name for _, kind, name in made}.values():
-        save_tiny(name, folder / name)
-        inputs[name] = (folder / name / "config.json").read_text("utf-8")
-    base = next(iter(inputs))
-    rare = {**json.loads(inputs[base]), **dict.fromkeys(_RARE_KEYS.split(), 1)}
-
-    def use(kind: str, data: bytes) -> None:
-        (folder / kind / "config.json").write_bytes(data)
-        refused = []
-        if isinstance(given := _document(data), dict):
-            refused.append(refusal(lambda: shape_from_config(given, name=kind)))
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", RuntimeWarning)
-            for context in (None, 999):
-                refused.append(refusal(lambda at=context: load_ours(folder / kind, context=at)))
-        if any(refused):
-            raise LocalrtError(max(refused, key=len))
-
-    return [*inputs.items(), (base, json.dumps(rare))], use
 
 
 _VOCABULARY = {
@@ -280,7 +230,7 @@ def caches(folder: Path, stack: ExitStack) -> Prepared:
     return _files(folder, lambda name: use_all(folder))
 
 
-@_reader(0.15, "models/vision/picture.py localrt/history/pictures.py", 10.0)
+@_reader(0.19, "models/vision/picture.py localrt/history/pictures.py", 10.0)
 def pictures(folder: Path, stack: ExitStack) -> Prepared:
     from PIL import Image
 
@@ -300,7 +250,7 @@ def pictures(folder: Path, stack: ExitStack) -> Prepared:
     return seeds, lambda kind, data: (new_picture(data), open_picture(data))
 
 
-@_reader(0.15, "localrt/documents/web.py localrt/documents/pdf.py localrt/documents/sheets.py", 5.0)
+@_reader(0.20, "localrt/documents/web.py localrt/documents/pdf.py localrt/documents/sheets.py", 5.0)
 def documents(folder: Path, stack: ExitStack) -> Prepared:
     from localrt.documents.reading import read_document
     from tests.documents.samples import SEEDS

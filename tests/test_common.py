@@ -16,23 +16,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt import DocumentIndex, History, system
+from localrt import system
 from localrt.cli import main
-from localrt.common.errors import (
-    LocalrtError,
-    MemoryBudgetError,
-    OptionError,
-    StorageError,
-)
+from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, StorageError
 from localrt.common.files import (
     atomic_write,
-    is_there,
     private_file,
     private_folder,
     read_bytes,
     read_text,
     remove_folder,
-    user_path,
     write_bytes,
     write_text,
 )
@@ -199,24 +192,6 @@ def test_speeds_where_nothing_can_be_written(tmp_path: Path) -> None:
     folder.write_text("")
     keep_speed(folder, "model", 3.0)
     assert known_speed(folder, "model") is None
-
-
-def test_no_path_has_a_null_character(tmp_path: Path) -> None:
-    with DocumentIndex(tmp_path / "index.db") as index:
-        asked: list[Callable[[str], object]] = [
-            user_path,
-            read_bytes,
-            read_text,
-            History,
-            DocumentIndex,
-            read_document,
-            lambda path: index.update([path]),
-            lambda path: index.search("word", within=path),
-        ]
-        for ask in asked:
-            with pytest.raises(OptionError, match="is no name of a file or folder"):
-                ask(f"{tmp_path}/a\0b")
-    assert not is_there(f"{tmp_path}/a\0b")
 
 
 @pytest.mark.parametrize("read", [read_bytes, read_text, read_document, read_picture])

@@ -124,19 +124,6 @@ def test_other_vocabulary(tiny: localrt.Model, tiny_folder: Path, tmp_path: Path
         evaluate(tiny, TEXT, ctx=64, against=model)
 
 
-def test_logits(tiny: localrt.Model) -> None:
-    tokens = tiny.tokenize(TEXT)[:200]
-    pieces = list(tiny.logits(tokens, first=50))
-    assert [len(piece) for piece in pieces] == [64, 64, 22]
-    session = core_of(tiny).new_session()
-    np.testing.assert_allclose(pieces[-1][-1], session.extend(tokens), rtol=1e-3, atol=1e-3)
-    session.close()
-    with pytest.raises(OptionError, match="token ids must be"):
-        tiny.logits([10**6])
-    with pytest.raises(localrt.ContextOverflowError):
-        tiny.logits([5] * 513)
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> str:
     """``TEXT`` as a file."""

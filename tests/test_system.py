@@ -27,11 +27,6 @@ from localrt.system.windows import count_records
 PAGE = 4096
 
 
-def pages(count: int) -> np.ndarray:
-    """So many pages of memory at a page boundary."""
-    return np.frombuffer(system.map_zeros(count * PAGE), np.uint8)
-
-
 def test_zeros_are_at_a_page_boundary_and_can_be_written() -> None:
     memory = np.frombuffer(system.map_zeros(1 << 22, large_pages=True), np.uint8)
     assert memory.ctypes.data % PAGE == 0
@@ -55,17 +50,6 @@ def test_a_quoted_argument_arrives_as_it_is(argument: str) -> None:
     words = command if os.name == "nt" else shlex.split(command)
     shown = subprocess.run(words, capture_output=True, text=True, check=True).stdout
     assert ast.literal_eval(shown) == [argument]
-
-
-@pytest.mark.skipif(os.name != "nt", reason="helpers limit themselves elsewhere")
-def test_a_helper_takes_no_more_memory_than_it_may() -> None:
-    code = "input(); print(len(bytearray(1 << 29)))"
-    pipe, none = subprocess.PIPE, subprocess.DEVNULL
-    command = [system.bare_python(), "-I", "-S", "-c", code]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=none) as helper:
-        assert system.limit_helper(helper, 1 << 28)
-        shown, _ = helper.communicate(b"\n", timeout=60)
-    assert (shown, helper.returncode) == (b"", 1)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux says whose a connection is")

@@ -353,11 +353,6 @@ def test_missing_tensors(
             _see(source, picture(20, 20))
 
 
-def use_file(path: Path) -> None:
-    with closing(VisionGguf(path)) as source:
-        read_encoder(source.config, source.processor)
-
-
 KEPT: list[object] = []  # callbacks that the library may call until the process ends
 CHARACTERS = [chr(code) for code in range(33, 127)]
 
