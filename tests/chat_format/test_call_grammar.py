@@ -20,7 +20,7 @@ from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
 from tests.chat_format.call_templates import KINDS, TEMPLATES, chat, each, tool
 from tests.chat_format.test_call_syntax import fed, parser_of
-from tests.chat_format.test_gbnf import byte_tokenizer
+from tests.chat_format.test_structured import byte_tokenizer
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.scripted import with_template
