@@ -326,20 +326,6 @@ async def test_find(model: FakeModel) -> None:
         await until(pilot, lambda: highlighted(app) == ["[penguin]", "penguin"])
 
 
-async def test_find_in_other_scripts(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        for answer, words, found in (
-            ("Python " + "一二三四五六七八九十" * 8, "九十一二", "1 of 7"),  # over ends of lines
-            ("The cafe\u0301 \u1112\u1161\u11ab x", "café 한", "1 of 1"),
-        ):
-            screen.conversation(app).clear()
-            screen.conversation(app).add(AnswerBlock(answer))
-            app.query_one(FindBar).open(words)
-            await until(pilot, lambda found=found: count(app) == found)
-            assert len(highlighted(app)) >= int(found[-1])
-            await pilot.press("escape")
-
-
 # -- pictures --------------------------------------------------------------------------------------
 
 Compare = Callable[..., bool]
