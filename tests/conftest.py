@@ -21,7 +21,6 @@ os.environ["LOCALRT_KV_DISK"] = "off"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
-import ctypes
 import gc
 import itertools
 import json
@@ -89,27 +88,14 @@ NOT_EVERYWHERE = {
     *("fcntl", "pty", "resource", "termios"),
 }
 """What tests compare with or look at, and some systems do not have."""
-WINE = hasattr(getattr(ctypes, "windll", None) and ctypes.windll.ntdll, "wine_get_version")
-WINE_CANNOT = {
-    "refused_on_one_line[7]": "Wine 8 keeps no limits of jobs",
-    "test_system.py::test_a_helper_takes_no_more": "Wine 8 keeps no limits of jobs",
-}
-"""What Wine, which ``scripts/windows`` runs the tests under, lacks of Windows: a test, and why."""
 
 
 @pytest.hookimpl(trylast=True)  # what is left out is not counted
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items if WINE else ():
-        for name, reason in WINE_CANNOT.items():
-            if name in item.nodeid:
-                item.add_marker(pytest.mark.skip(reason=reason))
-    _begin_with_long_ones(items, float(config.getini("timeout")))
-
-
-def _begin_with_long_ones(items: list[pytest.Item], usual: float) -> None:
-    """Where processes share the tests, each begins with some that may take longer than ``usual``
-    seconds. Each gets a run of consecutive tests, of nearly the same length.
+    """Where processes share the tests, each begins with some that may take longer than usual. Each
+    gets a run of consecutive tests, of nearly the same length.
     """
+    usual = float(config.getini("timeout"))
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     limits = ((item, item.get_closest_marker("timeout")) for item in items)
     long = [item for item, limit in limits if limit is not None and limit.args[0] > usual]

@@ -8,7 +8,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 from localrt import system
 
@@ -35,10 +35,11 @@ def nobody() -> Iterator[int]:
 class Asked:
     """A request that came."""
 
-    def __init__(self, head: str, body: bytes) -> None:
+    def __init__(self, head: str, reader: BinaryIO) -> None:
         self.line, *lines = head.split("\r\n")
         self.path = self.line.split(" ")[1]
         self.headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+        body = reader.read(int(self.headers.get("content-length", 0)))
         self.body = json.loads(body) if body else None
 
 
@@ -89,16 +90,7 @@ class Fake:
                     if not line:
                         return
                     head += line
-                text = head.decode().removesuffix("\r\n\r\n")
-                size = next(
-                    (
-                        int(line.split(":")[1])
-                        for line in text.split("\r\n")
-                        if line.lower().startswith("content-length:")
-                    ),
-                    0,
-                )
-                asked = Asked(text, reader.read(size))
+                asked = Asked(head.decode().removesuffix("\r\n\r\n"), reader)
             self.asked.append(asked)
             reply = self._answer(asked, connection)
             if reply is not None:

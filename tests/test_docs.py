@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import inspect
 import re
 import shlex
@@ -155,15 +154,3 @@ def test_recommended_models_are_the_first_of_plans(row: list[str]) -> None:
     names = [each.model.name for each in best]
     code = [name for name in names if "cod" in name or "devstral" in name]
     assert models == [*[name for name in names if name not in code][:2], code[0]]
-
-
-def test_messages_name_no_page_of_docs() -> None:
-    """Who installed the program has no folder of docs."""
-    page, named = re.compile(r"docs/\w+\.md"), []
-    for file in (each for room in _ROOMS for each in (ROOT / room).rglob("*.py")):
-        text = file.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if page.search(text) else ():
-            if isinstance(node, ast.Call | ast.Return | ast.Yield):
-                texts = (each for each in ast.walk(node) if isinstance(each, ast.Constant))
-                named += [(file, each.lineno) for each in texts if page.search(str(each.value))]
-    assert named == []

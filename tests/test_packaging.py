@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -69,6 +68,7 @@ def imported(room: str) -> Iterator[str]:
                 yield node.module.partition(".")[0]
 
 
+@pytest.mark.slow
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     optional = project["optional-dependencies"]
@@ -162,7 +162,7 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_files_for_systems_start_commands_that_exist(tmp_path: Path) -> None:
+def test_files_for_systems_start_commands_that_exist() -> None:
     """A container, a unit for systemd and a desktop entry."""
     text = {path.name: path.read_text("utf-8") for path in (ROOT / "packaging").iterdir()}
     copied = re.findall(r"^COPY (\w+) \1$", text["Containerfile"], re.MULTILINE)
@@ -174,19 +174,6 @@ def test_files_for_systems_start_commands_that_exist(tmp_path: Path) -> None:
         commands.append(shlex.split(line))
     for command in commands:
         build_parser().parse_args(command)
-    checks = {
-        "systemd-analyze": ["--user", "--man=no", "verify", ROOT / "packaging" / "localrt.service"],
-        "desktop-file-validate": [ROOT / "packaging" / "localrt.desktop"],
-    }
-    program = tmp_path / ".local" / "bin" / "localrt"
-    program.parent.mkdir(parents=True)
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
-    here = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
-    for tool, arguments in checks.items():
-        if shutil.which(tool):
-            done = subprocess.run([tool, *arguments], env=here, capture_output=True, text=True)
-            assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
 def test_a_bare_checkout_imports_without_being_installed(tmp_path: Path) -> None:
@@ -219,6 +206,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_model_runs_without_torch(tiny_folder: Path) -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH, tiny_folder], check=True)
 
@@ -244,16 +232,10 @@ runpy.run_module("localrt", run_name="__main__", alter_sys=True)
 
 def test_nobody_else_starts_the_interpreter() -> None:
     """A packaged program has none."""
-    found = set()
-    for path in (each for room in ROOMS for each in (ROOT / room).rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        if not re.search("executable|frozen", text):
-            continue
-        for node in ast.walk(ast.parse(text)):
-            named = getattr(node, "attr", None) or getattr(node, "value", None)
-            if named in ("executable", "frozen"):
-                found.add(path.relative_to(ROOT).as_posix())
-    assert found == NAMING
+    paths = (path for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    named = re.compile(r"\bsys\.executable\b|[\"']frozen[\"']")
+    found = {path for path in paths if named.search(path.read_text(encoding="utf-8"))}
+    assert {path.relative_to(ROOT).as_posix() for path in found} == NAMING
 
 
 HELPERS = [
@@ -317,36 +299,12 @@ def test_a_helper_imports_nothing_from_the_current_folder(
     assert "stranger" not in done.stdout
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["run", "--nonsense"], ["--internal"]])
-def test_a_packaged_program_is_the_command(packaged: str, arguments: list[str]) -> None:
+def test_a_packaged_program_is_the_command(packaged: str) -> None:
     there, here = (
         subprocess.run(
-            [*command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+            [*command, "run", "--nonsense"], capture_output=True, text=True, check=False, cwd=ROOT
         )
         for command in ([packaged], localrt_command())
     )
     assert (there.returncode, there.stdout) == (here.returncode, here.stdout)
     assert "Traceback" not in there.stderr
-
-
-def test_a_packaged_program_renders_templates_apart(packaged: str, tmp_path: Path) -> None:
-    """As it does with a Python: with limits on time and memory."""
-    code = """
-import sys
-from localrt.common.extras import EXTRAS, install
-from localrt.common.processes import run_helper
-from localrt.chat_format import sandbox
-sys.executable, sys.frozen = sys.argv[1], True
-template = sandbox.SandboxedTemplate("{{ 1 + 1 }}", "template")
-print(template.render({}), sandbox._RENDERER._process is not None)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, packaged], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert done.stdout == "2 True\n"
-
-
-def test_a_packaged_program_names_no_command_of_pip(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "-m pip" in install("torch")
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    assert all("-m pip" not in install(extra) for extra in EXTRAS)

@@ -20,10 +20,7 @@ import pytest
 import localrt
 
 # What one part of localrt needs of another, and no part of the published API.
-INTERNAL = {
-    "LiveAnswer": {"put"},
-    "Model": {"rank_counted"},
-}
+INTERNAL = {"LiveAnswer": {"put"}, "Model": {"rank_counted"}}
 KEPT = Path(__file__).with_name("public_api.txt")
 
 

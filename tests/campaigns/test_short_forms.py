@@ -28,13 +28,9 @@ def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
-MODELS = ("adapters", "configs", "encoders", "projectors", "quantized")
-"""Their inputs take torch seconds to make."""
-SLOW = (*MODELS, "requests")
-
-
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in READERS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name == "requests")) for name in READERS],
 )
 def test_inputs(name: str, tmp_path: Path) -> None:
     """Those that once failed, and others."""
@@ -42,7 +38,7 @@ def test_inputs(name: str, tmp_path: Path) -> None:
     with ExitStack() as stack:
         attempts = Attempts(name, tmp_path, stack, patience=100)
         seeds, problems = attempts.seeds, {}
-        count = settings().max_examples * (10 if name in MODELS else 3)
+        count = settings().max_examples * 3
         inputs = [*seeds[:20], *map(unpacked, FOUND.get(name, ()))]
         inputs += [mutated(draw.choice(seeds), draw, seeds) for _ in range(count)]
         tracemalloc.start()

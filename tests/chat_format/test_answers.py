@@ -56,13 +56,10 @@ HM = "<think>\nHm.\n"
     ("template", "said", "shown", "calls"),
     [
         (HERMES, f"{HM}{CALL}", HM, [OSLO]),
-        (HERMES, f"{HM}{CALL}\n{CALL}", HM, [OSLO] * 2),
         (OPENED, f"Hm.\n{CALL}", HM, [OSLO]),
-        (OPENED, CALL, "<think>\n", [OSLO]),  # no thought at all
         (HERMES, f"<think>I use <tool_call>.</think>{CALL}", "<think>I use <tool_call>.</think>",
          [OSLO]),
         (HERMES, f"{HM}{CALL}\n</think>\nNo.", None, []),  # an example, and closed
-        (HERMES, f"<think>{CALL} is it.", None, []),
         (HERMES, '<think><tool_call>\n{"name": "sing", "arguments": {}}\n</tool_call>', None, []),
     ],
 )  # fmt: skip
@@ -82,9 +79,7 @@ def test_thoughts_that_end_with_calls(
     [
         (HERMES, "<think>\nOne.\n\nTwo.\n</think>\n\nYes.\n\nNo.", "\n\n", "Yes."),
         (OPENED, "One.\n\nTwo.\n</think>\n\nYes.\n\nNo.", "\n\n", "Yes."),
-        (OPENED, "END of it</think>END", "END", ""),
         (HERMES, "Yes. <think>END</think>", "END", "Yes. <think>"),
-        (HERMES, "One.\n\nTwo.", "\n\n", "One."),
         (
             TEMPLATES["gpt-oss"],
             "<|channel|>analysis<|message|>END<|end|><|start|>assistant"
@@ -133,9 +128,7 @@ def test_half_a_call_is_nothing(builder: Any, name: str, choice: str) -> None:
     ("name", "said", "size", "shown", "calls"),
     [
         ("Hermes, Qwen", f"Hm.\n{CALL}", 20, "Hm.", []),
-        ("Hermes, Qwen", f"Hm. {CALL}", 9, "Hm.", []),
         ("Hermes, Qwen", f"{CALL}\n{CALL}", len(CALL) + 30, "", [OSLO]),
-        ("Hermes, Qwen", f"<think>{CALL}</think>", 30, "<think>", []),
         ("Hermes, Qwen", "a < b, and", 3, "a <", []),
         ("Llama", '{"name": "weather", "parameters": {}}', 24, "", []),
         ("Llama", '{"name": "Oslo", "size": 3}', 24, '{"name": "Oslo", "size":', []),
@@ -198,13 +191,6 @@ def test_a_call_that_must_be_made_may_be_several(builder: Any, name: str) -> Non
         assert answer_to(requests, wish, **options) == ("", [OSLO] * 2, "tool_calls")
 
 
-def test_more_calls_are_made_only_if_the_model_wants_them(builder: Any) -> None:
-    pytest.importorskip("llguidance")
-    requests: RequestBuilder = builder(HERMES)
-    options = {"tools": [WEATHER], "tool_choice": "required"}
-    assert answer_to(requests, f"{CALL} And more.", **options) == ("", [OSLO], "tool_calls")
-
-
 def call_in(requests: RequestBuilder, name: str, *, forced: bool = True) -> str:
     """A call of ``weather``, letter by letter as it is ``forced``, or as the template has it."""
     if name == "gpt-oss" and forced:
@@ -239,10 +225,8 @@ THINKERS = {
     [
         ({}, "by itself"),
         ({"thinking": False}, "by itself"),
-        ({"thinking": True}, "by itself"),
         ({"thinking": True}, "with the turn"),
-        ({"thinking": "high"}, "by itself"),
-        ({"thinking": True, "thinking_tokens": 2}, "by itself"),
+        ({"thinking": "high", "thinking_tokens": 2}, "by itself"),
     ],
     ids=str,
 )
@@ -281,12 +265,6 @@ _CALLED = f'{_C} to=functions.weather <|constrain|>json<|message|>{{"city": "Osl
     ("said", "shown", "calls"),
     [
         (f"{_A}<|message|>Hm.{_NEXT}{_CALLED}", ("Hm.", ""), [OSLO]),
-        (
-            f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>I look.{_NEXT}{_CALLED}",
-            ("Hm.", "I look."),
-            [OSLO],
-        ),
-        (f"{_C}<|message|>I look.{_NEXT}{_CALLED}", ("", "I look."), [OSLO]),
         (
             f"{_A}<|message|>Hm.{_NEXT}{_C}<|message|>I look.{_NEXT}"
             f"{_A}<|message|>So.{_NEXT}{_CALLED}",
@@ -344,13 +322,7 @@ ENDS = {
     "<|im_end|>": (CHATML, True),
     "<end_of_turn>": (CHATML, True),
     "<|eot_id|>": (CHATML.replace("'\n'", "'\n\n'"), True),
-    "</s>": (CHATML, True),
-    "<turn|>": (CHATML, True),
-    "<|end|>": (CHATML, True),
-    "[|endofturn|]": (CHATML, True),
-    "<|eot|>": (CHATML, True),
     "<|END_OF_TURN_TOKEN|>": (CHATML, True),
-    "<|videos|>": (CHATML, False),  # no end
     "<|user|>": (CHATML, False),  # no known end
     "<|end_of_turn|>": ("{{ messages[0].content }}<|end_of_turn|>", False),  # before an answer
     "<|end_of_text|>": (CHATML + "{{ raise_exception() if messages[1] }}", False),
@@ -374,8 +346,9 @@ def with_ends(folder: Path, names: dict[str, str], template: str | None, special
     return folder
 
 
-@pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize(
+    ("name", "special"), [("<|im_end|>", False), *((name, True) for name in ENDS)]
+)
 def test_ends_that_the_files_do_not_declare(tmp_path: Path, name: str, special: bool) -> None:
     template, ends = ENDS[name]
     folder = with_ends(tmp_path, {"<|im_end|>": name}, template, special)

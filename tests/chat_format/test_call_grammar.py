@@ -18,18 +18,9 @@ from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.parser import HARMONY_CALL, is_harmony
 from localrt.chat_format.structured import SPACES
 from localrt.chat_format.template_syntax import TemplateSyntax
-from tests.chat_format.call_templates import (
-    KINDS,
-    LEADS,
-    TEMPLATES,
-    calling,
-    chat,
-    each,
-    ids_of,
-    tool,
-)
-from tests.chat_format.test_call_syntax import answer_of, fed, parser_of
-from tests.chat_format.test_gbnf import byte_tokenizer
+from tests.chat_format.call_templates import KINDS, TEMPLATES, chat, each, tool
+from tests.chat_format.test_call_syntax import fed, parser_of
+from tests.chat_format.test_structured import byte_tokenizer
 from tests.conftest import write_tiny_model
 from tests.inside import core_of
 from tests.scripted import with_template
@@ -40,7 +31,6 @@ PAINT: dict[str, Any] = {
         "colour": {"type": "string", "enum": ["red", "dark blue"]},
         "note": {"type": "string"},
         "coats": {"type": "integer", "minimum": 1, "maximum": 9},
-        "dry": {"type": "boolean"},
         "where": {
             "type": "object",
             "properties": {"x": {"type": "number"}, "tags": {"$ref": "#/$defs/tags"}},
@@ -53,14 +43,6 @@ PAINT: dict[str, Any] = {
     "$defs": {"tags": {"type": "array", "items": {"type": "string"}, "maxItems": 2}},
 }
 TOOLS = [tool("paint", parameters=PAINT), tool("stop-it")]
-CALLS: list[tuple[str, dict[str, Any]]] = [
-    ("paint", {"colour": "dark blue", "where": {"x": -1.5}}),
-    ("paint", {"colour": "red", "note": 'a\n"b" é', "coats": 2, "dry": True, "where": {"x": 1}}),
-    ("paint", {"colour": "red", "dry": False, "where": {"x": 2, "tags": ["a", "b c"]}}),
-    ("stop-it", {}),
-]
-# Written otherwise than grammars have it: Python's True, and objects in another order.
-_PYTHON = ("Qwen Coder, Qwen 3.5, Nemotron 3", "Seed-OSS", "MiniCPM", "LFM 2.5", "Gemma 4")
 
 
 @cache
@@ -78,23 +60,8 @@ def known(name: str) -> tuple[ChatTemplate, TemplateSyntax, Any]:
     return template, syntax, matcher
 
 
-@pytest.mark.parametrize("name", [each for each in KINDS if each.values != ("gpt-oss",)])
-@pytest.mark.parametrize("call", CALLS, ids=["least", "most", "some", "none"])
-def test_what_a_template_writes_is_allowed(name: str, call: tuple[str, dict[str, Any]]) -> None:
-    if name in _PYTHON and not all(isinstance(each, str) for each in call[1].values()):
-        pytest.skip("such values are written as Python's, and asked for as JSON")
-    template, syntax, matcher = known(name)
-    message = calling(call, ids=ids_of(name))
-    answer, _ = answer_of(template, syntax, message, TOOLS)
-    matcher = matcher.deep_copy()
-    answer = LEADS.get(name, "") + answer.strip()
-    for number, byte in enumerate(answer.encode()):
-        assert matcher.consume_token(byte), answer.encode()[: number + 1].decode()
-    assert matcher.is_accepting()
-
-
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_whatever_is_allowed_is_read(name: str, seed: int) -> None:
     template, syntax, matcher = known(name)
     matcher, draw, written = matcher.deep_copy(), random.Random(seed), bytearray()
@@ -129,26 +96,15 @@ LOST: list[tuple[str, dict[str, Any], set[str]]] = [
     *(
         (name, schema, set())
         for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4", "Llama")
-        for schema in (
-            {**TEXT, "description": "D", "default": ""},
-            {"type": "integer", "minimum": 1},
-            {"anyOf": [TEXT, {"type": "null"}]},
-            {"enum": ["a", "b"]},
-        )
+        for schema in ({"type": "integer", "minimum": 1}, {"anyOf": [TEXT, {"type": "null"}]})
     ),
     *(
         (name, {**SHORT, "pattern": "^a", "format": "date"}, {"maxLength", "pattern", "format"})
         for name in ("GLM", "Seed-OSS", "MiniCPM", "DeepSeek V4", "LFM 2.5", "Gemma 4")
     ),
-    ("GLM", {"anyOf": [SHORT, {"type": "null"}]}, {"maxLength"}),
     ("GLM", {"type": ["string", "integer"], "minimum": 1}, {"minimum"}),
-    ("DeepSeek V4", {"type": ["string", "integer"], "minimum": 1}, set()),
     ("DeepSeek V4", {"anyOf": [TEXT, LIST]}, set()),
-    ("DeepSeek V4", {"enum": ["a", 1]}, set()),
-    ("GLM", {**LIST, "minItems": 2}, set()),
     ("Gemma 4", {**LIST, "minItems": 2}, {"minItems"}),
-    ("Gemma 4", {"type": "object", "properties": {"b": SHORT}}, {"maxLength"}),
-    ("Gemma 4", {"anyOf": [TEXT, LIST]}, {"items"}),
 ]
 
 
@@ -169,7 +125,7 @@ def test_what_text_is_not_bound_by_is_told(
     assert not llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0).get_error()
 
 
-@pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
+@pytest.mark.parametrize("name", ["GLM", "Llama"])
 def test_what_arguments_together_are_not_bound_by_is_told(name: str) -> None:
     parameters = {
         "properties": {"a": TEXT, "b": TEXT},
@@ -179,27 +135,6 @@ def test_what_arguments_together_are_not_bound_by_is_told(name: str) -> None:
     }
     _, found = grammar_of(name, parameters)
     assert found == (set() if name == "Llama" else parameters.keys() - {"properties"})
-
-
-@pytest.mark.parametrize(
-    ("kinds", "value", "allowed"),
-    [
-        (["string", "null"], "null", True),
-        (["string", "null"], '<|"|>x<|"|>', True),
-        (["string", "null"], "[null]", False),
-        (["object"], '<|"|>x<|"|>', False),
-        (["array", "integer"], "1", True),
-        (["array", "integer"], "true", False),
-    ],
-)
-def test_quoted_values_are_of_their_types(kinds: list[str], value: str, allowed: bool) -> None:
-    schema = {"properties": {"a": {"type": kinds}}, "required": ["a"]}
-    grammar, _ = grammar_of("Gemma 4", schema)
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar)
-    matcher = llguidance.LLMatcher(byte_tokenizer(), lark, log_level=0)
-    text = f"<|tool_call>call:f{{a:{value}}}<tool_call|>"
-    assert all(map(matcher.consume_token, text.encode())) == allowed
-    assert not allowed or matcher.is_accepting()
 
 
 # -- with a model ----------------------------------------------------------------------------------
@@ -245,7 +180,6 @@ def test_a_call_that_must_be_made_comes_behind_a_thought(tmp_path: Path) -> None
     [
         ({"tool_choice": "sing", "tools": [_SHORT]}, "no such tool"),
         ({"tool_choice": "required"}, "there are no tools"),
-        ({"tool_choice": ""}, "tool_choice must be"),
         ({"tool_choice": 3}, "tool_choice must be"),
         ({"tool_choice": "paint", "tools": [_SHORT], "regex": "a"}, "and regex cannot be combined"),
         ({"tool_choice": "required", "raw": True}, "needs messages"),
@@ -261,7 +195,7 @@ def test_a_choice_that_cannot_be_made(
 _TREE = {"type": "object", "properties": {"left": {"$ref": "#"}, "right": {"$ref": "#"}}}
 
 
-@pytest.mark.parametrize("name", ["GLM", "LFM 2.5", "Gemma 4", "Llama"])
+@pytest.mark.parametrize("name", ["GLM", "Gemma 4"])
 def test_a_schema_may_contain_itself(tiny: localrt.Model, name: str) -> None:
     options = {"tools": [tool("f", parameters=_TREE)], "tool_choice": "f"}
     made = with_template(tiny, TEMPLATES[name]).make("?", **options)

@@ -1,7 +1,6 @@
 """Chat templates: rendered as transformers renders them, within limits, with control text apart."""
 
 import json
-import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -12,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.chat_format import sandbox
 from localrt.chat_format.chat_template import (
     ChatTemplate,
     MessageTemplate,
@@ -59,7 +57,6 @@ def test_renders_messages_and_the_generation_prompt() -> None:
 @pytest.mark.parametrize(
     ("source", "expected"),
     [
-        ("{{ bos_token }}{{ eos_token }}", "<s></s>"),
         (
             "{% for m in messages %}\n  {% if 1 %}\n{{ m.role }}\n  {% endif %}\n{% endfor %}",
             "user\n",
@@ -71,14 +68,10 @@ def test_renders_messages_and_the_generation_prompt() -> None:
         ("{{ strftime_now('%Y') | length }}", "4"),
         ("{{ functions + (datetime | length | string) }}", "[]10"),
         ("{{ enable_thinking }}", "False"),
-        ("{{ tools is none }}", "True"),
-        ("{{ messages[0]['content'].split('l')[0] }}", "he"),
-        ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
     ],
 )
 def test_what_templates_expect_of_their_environment(source: str, expected: str) -> None:
-    template = ChatTemplate(source, bos="<s>", eos="</s>")
-    assert template.render(HELLO, enable_thinking=False) == expected
+    assert ChatTemplate(source).render(HELLO, enable_thinking=False) == expected
 
 
 def test_tools_reach_the_template_and_choose_its_own_variant() -> None:
@@ -104,11 +97,9 @@ def test_strings_and_parts() -> None:
     [
         ("{{ raise_exception('roles must\n alternate') }}", "roles must alternate"),
         ("{{ messages[5].content }}", "no element 5"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ 'a' + 1 }}", "TypeError"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
-        ("{{ messages.append(1) }}", "unsafe"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
         ("{{ unknown.field }}", "'unknown' is undefined"),
     ],
@@ -120,21 +111,14 @@ def test_a_template_that_fails_says_why_on_one_line(source: str, words: str) -> 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["{% if %}", "{{ a", "{% nonsense %}", "{{ a | nofilter }}"])
+@pytest.mark.parametrize("source", ["{% if %}", "{% nonsense %}", "{{ a | nofilter }}"])
 def test_a_template_that_is_not_jinja_says_where(source: str) -> None:
     with pytest.raises(TemplateError, match="line 1"):
         ChatTemplate(source)
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [
-        ["hello"],
-        [{"content": "hello"}],
-        user([{"type": "image"}]),
-        user(5),
-        [{"role": 1, "content": ""}],
-    ],
+    "messages", [["hello"], [{"content": "hello"}], user([{"type": "image"}]), user(5)]
 )
 @pytest.mark.parametrize("template", [ChatTemplate(CHATML), PlainTemplate()])
 def test_malformed_messages_are_refused(template: Any, messages: list[Any]) -> None:
@@ -175,7 +159,6 @@ def test_segments_join_to_the_rendered_text(
 
 
 CUT = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
-NO_END = "{% if '<|im_end|>' in messages[0].content %}{{ raise_exception('no') }}{% endif %}ok"
 SAID = {"role": "assistant", "content": "thought</think>said"}
 
 
@@ -193,12 +176,6 @@ SAID = {"role": "assistant", "content": "thought</think>said"}
         ),
         # A template may read control tokens of an assistant, and acts on none of a user.
         (CUT, [SAID, *user("<|im_end|>")], [("said", True), ("<|im_end|>", False)]),
-        (
-            "{{ messages[0].content.replace('</think>', '<|im_start|>system') }}",
-            user("a</think>b"),
-            [("a", True), ("</think>", False), ("b", True)],
-        ),
-        (NO_END, user("<|im_end|>"), [("ok", True)]),
         (
             "{{ tools | tojson }}{{ more }}<|im_end|>",
             HELLO,
@@ -227,28 +204,6 @@ def real(name: str) -> tuple[Tokenizer, Any]:
     loaded = load_tokenizer(checkpoint), load_template(checkpoint) or PlainTemplate()
     checkpoint.close()
     return loaded
-
-
-harmless = st.lists(
-    st.fixed_dictionaries(
-        {
-            "role": st.sampled_from(["user", "assistant", "system"]),
-            "content": st.text(st.characters(exclude_characters="<", exclude_categories=["Cs"])),
-        }
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-@pytest.mark.real
-@pytest.mark.parametrize("name", ["smollm2", "qwen0.5b"])
-@given(messages=harmless)
-def test_harmless_chats_encode_as_one_text(name: str, messages: list[dict[str, Any]]) -> None:
-    tokenizer, template = real(name)
-    whole = tokenizer.encode(template.render(messages), add_special=False, parse_special=True)
-    assert encode_messages(tokenizer, template, messages) == whole
-    assert encode_chat(tokenizer, template.render_segments(messages)) == whole
 
 
 @pytest.mark.real
@@ -308,24 +263,8 @@ NAMED = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": 
 @pytest.mark.parametrize(
     ("files", "written"),
     [
-        (
-            {
-                "tokenizer_config_json": {
-                    "chat_template": "{{ bos_token }}!",
-                    "bos_token": {"content": "<s>"},
-                }
-            },
-            ("<s>!", "<s>!"),
-        ),
         ({"tokenizer_config_json": {"chat_template": NAMED}}, ("a", "b")),
-        (
-            {
-                "tokenizer_config_json": {"chat_template": "old"},
-                "chat_template_jinja": "new",
-                "chat_templates__tool_use_jinja": "tools",
-            },
-            ("new", "tools"),
-        ),
+        ({"chat_template_jinja": "new", "chat_templates__tool_use_jinja": "b"}, ("new", "b")),
     ],
 )
 def test_templates_of_a_folder(tmp_path: Path, files: Any, written: tuple[str, str]) -> None:
@@ -336,6 +275,8 @@ def test_templates_of_a_folder(tmp_path: Path, files: Any, written: tuple[str, s
 
 def test_a_file_that_is_given_wins(tmp_path: Path) -> None:
     given = tmp_path / "given.jinja"
+    with pytest.raises(TemplateError, match=r"given\.jinja does not exist"):
+        load_template(folder(tmp_path), given)
     given.write_text("{{ bos_token }}given")
     metadata = {
         "tokenizer.chat_template": "own",
@@ -351,53 +292,24 @@ def test_a_file_that_is_given_wins(tmp_path: Path) -> None:
         assert template.render(HELLO) == template.render(HELLO, tools=[{}]) == "<s>given"
 
 
-def test_a_given_file_without_a_template_is_refused_by_its_name(tmp_path: Path) -> None:
-    given = tmp_path / "given.jinja"
-    with pytest.raises(TemplateError, match=r"given\.jinja does not exist"):
-        load_template(folder(tmp_path), given)
-    given.write_text(" ")
-    with pytest.raises(TemplateError, match=r"given\.jinja is empty"):
-        load_template(folder(tmp_path), given)
-
-
-def test_no_template(tmp_path: Path) -> None:
-    assert load_template(folder(tmp_path)) is None
-    assert load_template(folder(tmp_path, tokenizer_config_json={"chat_template": None})) is None
-    gguf: Any = SimpleNamespace(kind="gguf", metadata={})
-    assert load_template(gguf) is None
-
-
-@pytest.mark.parametrize("broken", [[{"name": "default"}], [1], {"default": "x"}])
+@pytest.mark.parametrize("broken", [[{"name": "default"}], {"default": "x"}])
 def test_a_malformed_chat_template_entry_is_one_line(tmp_path: Path, broken: Any) -> None:
     checkpoint = folder(tmp_path, tokenizer_config_json={"chat_template": broken})
     with pytest.raises(TemplateError, match="chat_template"):
         load_template(checkpoint)
 
 
-NS = "{% set ns = namespace(s='ab', l=[1]) %}"
 LOOP, END = "{% for i in range(100000) %}", "{% endfor %}"
-BIG = "{% set ns = namespace(s='a' * 3000000) %}"
-TWICE = "{% for i in range(60) %}"
-TREE = NS + "{% for i in range(60) %}{% set ns.l = [ns.l, ns.l] %}{% endfor %}"
-
-HOSTILE = {
-    "looking from the right": "{{ ('a' * 2000000).rfind('a' * 500000 ~ 'b' ~ 'a' * 500000) }}",
-    "a power": "{{ 10 ** (10 ** 9) }}",
-    "center": "{{ 'a' | center(10 ** 9) }}",
-    "doubling by ~": NS + TWICE + "{% set ns.s = ns.s ~ ns.s %}" + END,
-    "output in a loop": BIG + LOOP + "{{ ns.s }}" + END,
-    "showing a tree": TREE + "{{ ns.l }}",
-}
-
-
-_QUICK = ("a power", "doubling by ~", "showing a tree", "center")
+NS = "{% set ns = namespace(s='ab') %}{% for i in range(60) %}"
 
 
 @pytest.mark.parametrize(
     "source",
     [
-        pytest.param(source, marks=() if name in _QUICK else pytest.mark.slow, id=name)
-        for name, source in HOSTILE.items()
+        pytest.param("{{ 10 ** (10 ** 9) }}", marks=pytest.mark.slow, id="a power"),
+        pytest.param("{{ 'a' | center(10 ** 9) }}", id="center"),
+        pytest.param(NS + "{% set ns.s = ns.s ~ ns.s %}" + END, id="doubling"),
+        pytest.param(LOOP + "{{ 'a' * 3000000 }}" + END, id="output in a loop"),
     ],
 )
 def test_a_template_that_takes_too_much_is_stopped(source: str) -> None:
@@ -414,69 +326,10 @@ def test_a_template_renders_after_another_was_stopped() -> None:
     assert template.render({"messages": HELLO}) == "hello"
 
 
-def test_templates_render_in_a_packaged_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "frozen", True, raising=False)
-    renderer = sandbox._Renderer()
-    assert renderer.ask("{{ a }}", {"a": "b"}) == {"text": "b"}
-    assert "refused" in renderer.ask("{{ 1 / 0 }}", {})
-    assert "invalid" in renderer.ask("{% if %}", None)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_process_that_renders_counts_as_memory() -> None:
     SandboxedTemplate("{{ 1 }}", "x").render({})
     assert 1 << 20 < helpers_nbytes() < 64 << 20
-
-
-MEMORY = """
-import json, resource, sys
-from pathlib import Path
-from localrt.common.errors import TemplateError
-from localrt.chat_format import sandbox
-from localrt.chat_format.sandbox import SandboxedTemplate
-
-for source in json.load(sys.stdin):
-    try:
-        SandboxedTemplate(source, "x").render({})
-    except TemplateError:
-        pass
-# getrusage's begins with the parent's
-lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-(own,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
-children = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
-print(own, children)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs limits of a process's memory")
-def test_a_hostile_template_takes_little_memory() -> None:
-    sources = [HOSTILE[name] for name in ("doubling by ~", "output in a loop", "center")]
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        input=json.dumps(sources),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    own, children = (int(kilobytes) << 10 for kilobytes in done.stdout.split())
-    assert own < 128 << 20
-    assert children < 256 << 20
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% if a %}" * 150 + "{% endif %}" * 150,
-        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
-        "{{ " + "9" * 5000 + " }}",
-        "{{ f(a=1, a=2) }}",
-    ],
-    ids=range(4),
-)
-def test_a_template_that_cannot_be_compiled_is_refused_on_one_line(source: str) -> None:
-    with pytest.raises(TemplateError, match="chat template") as caught:
-        SandboxedTemplate(source, "chat template")
-    assert "\n" not in str(caught.value)
 
 
 def test_the_library_refuses_what_is_nested_too_deeply() -> None:
@@ -491,6 +344,5 @@ def test_the_library_refuses_what_is_nested_too_deeply() -> None:
 
 def test_long_conversations_are_rendered() -> None:
     template = SandboxedTemplate("{{ messages | map(attribute='content') | join }}", "x")
-    for count, text in ((1000, "é <think>a" * 20), (1, "é word" * 170_000)):
-        messages = [{"role": "user", "content": text}] * count
-        assert template.render({"messages": messages}) == text * count
+    messages = [{"role": "user", "content": "é <think>a" * 20}] * 1000
+    assert template.render({"messages": messages}) == "é <think>a" * 20_000

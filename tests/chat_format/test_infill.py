@@ -81,7 +81,7 @@ def test_files_may_declare_the_marks() -> None:
     assert infill.ends == {1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("marks", [(), ("<PRE>",), QWEN[:2], ("[PREFIX]",)])
+@pytest.mark.parametrize("marks", [(), QWEN[:2]])
 def test_a_model_without_marks_says_so(marks: tuple[str, ...]) -> None:
     with pytest.raises(OptionError, match="no tokens to fill in the middle"):
         Infill(CharacterTokenizer(*marks))
@@ -112,14 +112,12 @@ def test_what_does_not_fit_is_what_is_far_from_the_gap() -> None:
     infill = Infill(tokenizer)
     files = [("a", "o" * 50), ("b", "n" * 20)]
     whole = infill.prompt("12345678", "abcdefgh", files)
-    assert infill.prompt("12345678", "abcdefgh", files, most=len(whole)) == whole
     fewer = shown(tokenizer, infill.prompt("12345678", "abcdefgh", files, most=len(whole) - 1))
     assert "o" * 50 not in fewer
     assert "n" * 20 in fewer
     assert fewer.endswith("<|fim_prefix|>12345678<|fim_suffix|>abcdefgh<|fim_middle|>")
     for most, expected in (
         (19, "<|fim_prefix|>12345678<|fim_suffix|>abcdefgh<|fim_middle|>"),
-        (15, "<|fim_prefix|>12345678<|fim_suffix|>abcd<|fim_middle|>"),
         (11, "<|fim_prefix|>345678<|fim_suffix|>ab<|fim_middle|>"),
         (3, "<|fim_prefix|><|fim_suffix|><|fim_middle|>"),
     ):

@@ -26,8 +26,7 @@ from localrt.cli import main
 from localrt.cli.chat import last_model
 from localrt.cli.run_batch import parse_prompts
 from localrt.common.errors import OptionError
-from localrt.documents import index as indexes
-from tests.conftest import CHATML, needs_signals, write_tiny_model
+from tests.conftest import needs_signals, write_tiny_model
 from tests.documents.samples import pdf
 from tests.real_models import real_model
 
@@ -64,6 +63,7 @@ def localrt(*args: str | Path, env: dict[str, str], stdin: bytes | BinaryIO = b"
     return subprocess.CompletedProcess(args, status, *written)
 
 
+@pytest.mark.slow
 def test_the_command_as_a_process(tiny_folder: Path, home: dict[str, str]) -> None:
     def command(*args: str | Path, stdin: bytes = b"") -> Any:
         command = [*LOCALRT, *map(str, args)]
@@ -156,10 +156,6 @@ def test_chat_without_a_terminal_answers_plainly(tiny_folder: Path, home: dict[s
     assert piped.stdout == asked.stdout != b""
 
 
-def test_stdin_that_is_no_text(tiny_folder: Path, home: dict[str, str]) -> None:
-    assert_one_line(localrt("run", tiny_folder, env=home, stdin=b"ab\xff"), 2, "UTF-8", "0xff")
-
-
 def test_a_model_without_a_tokenizer_says_so_once(tmp_path: Path, home: dict[str, str]) -> None:
     folder = write_tiny_model(tmp_path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -167,55 +163,6 @@ def test_a_model_without_a_tokenizer_says_so_once(tmp_path: Path, home: dict[str
     (tmp_path / "prompts.txt").write_text("hi\n")
     for args in (["hi"], ["hi", "--raw"], ["--batch", str(tmp_path / "prompts.txt")]):
         assert_one_line(localrt("run", folder, *args, env=home), 1, "has no tokenizer")
-
-
-UNREADABLE = {
-    "device": "is not a regular file",
-    "folder": "is not a regular file",
-    "pipe": "is not a regular file",
-    "missing": "does not exist",
-    "large": "is too large: the most is",
-    "binary": "is not UTF-8 text: byte 0xff at 1",
-}
-
-
-@pytest.fixture(scope="module")
-def unreadable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("unreadable")
-    (folder / "device").symlink_to("/dev/zero")
-    (folder / "folder").mkdir()
-    os.mkfifo(folder / "pipe")
-    with (folder / "large").open("wb") as file:
-        file.truncate(1 << 40)
-    (folder / "binary").write_bytes(b"a\xff")
-    return folder
-
-
-READING = "run MODEL hi --json-schema FILE"
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices and pipes")
-@pytest.mark.parametrize(
-    ("command", "kind"),
-    [
-        *((READING, kind) for kind in UNREADABLE),
-        ("run MODEL hi --grammar FILE", "device"),
-        ("run MODEL hi --grammar-file FILE", "pipe"),
-        ("run MODEL hi --chat-template FILE", "device"),
-        ("run MODEL hi --chat-template FILE", "binary"),
-        ("run MODEL --batch FILE", "large"),
-        ("eval MODEL --text FILE", "pipe"),
-        ("quantize MODEL --format int4-g32 --calibration FILE", "device"),
-        ("bench MODEL --sweep FILE", "large"),
-    ],
-)
-def test_files_that_cannot_be_read(
-    command: str, kind: str, unreadable: Path, tiny_folder: Path, home: dict[str, str]
-) -> None:
-    places = {"MODEL": tiny_folder, "FILE": unreadable / kind}
-    result = localrt(*(places.get(word, word) for word in command.split()), env=home)
-    words = "" if "--sweep" in command else UNREADABLE[kind]
-    assert_one_line(result, 1 if "template" in command else 2, words)
 
 
 def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> None:
@@ -227,59 +174,15 @@ def test_documents(tiny_folder: Path, tmp_path: Path, home: dict[str, str]) -> N
         b"localrt: a.pdf: 1 of 2 pages have little or no text, and are not shown." in result.stderr
     )
     words = ("chat", tiny_folder, "-p", "hi", "--file", tmp_path / "b.pdf")
-    assert_one_line(localrt(*words, env=home), 1, "cannot read")
     (tmp_path / "b.pdf").write_bytes(b"%PDF-")
     assert_one_line(localrt(*words, env=home), 2, "b.pdf is not a PDF file")
-    words = ("run", tiny_folder, "hi", "--raw", "--file", tmp_path / "b.pdf")
-    assert_one_line(localrt(*words, env=home), 2, "--file goes with one prompt")
     words = ("chat", tiny_folder, "--plain", "--embedding-model", tiny_folder)
     assert_one_line(localrt(*words, env=home), 2, "is no embedding model")
 
 
-class Terminal(io.TextIOWrapper):
-    def __init__(self) -> None:
-        super().__init__(io.BytesIO(), "utf-8", newline="\n")
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("stops", [False, True])
-def test_reading_documents_is_shown_and_stopped(
-    tiny_folder: Path, tmp_path: Path, home: dict[str, str], stops: bool
-) -> None:
-    """On a terminal, a line that goes again; Ctrl+C leaves one that says so."""
-    long = tmp_path / "long.pdf"
-    long.write_bytes(pdf(*(f"Page {n}. " + "words " * 99 for n in range(40))))
-    spaced = indexes._spaced
-
-    def interrupted(text: str) -> str:
-        if stops and "Page 30." in text:
-            raise KeyboardInterrupt
-        return spaced(text)
-
-    error = Terminal()
-    words = ["run", str(tiny_folder), "Page?", "--ctx", "2000", "--max-tokens", "2"]
-    with (
-        mock.patch.dict(os.environ, home, clear=True),
-        mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO(), "utf-8"), stderr=error),
-        mock.patch.object(indexes, "_spaced", interrupted),
-    ):
-        assert main([*words, "--file", str(long)]) == (130 if stops else 0)
-    error.flush()
-    shown = error.buffer.getvalue().decode().split("\r\x1b[K")  # type: ignore[attr-defined]
-    assert any(line.startswith("reading  50 %  20 of 40 pages") for line in shown)
-    assert any(line.startswith("indexing  50 %  20 of 40 pages") for line in shown)
-    left = "".join(line for line in shown if "\n" in line).splitlines()
-    if stops:
-        assert left[-1] == "localrt: stopped while files were read"
-    else:
-        assert "long.pdf does not fit the context" in left[-1]
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such devices")
 def test_endless_stdin(tiny_folder: Path, home: dict[str, str]) -> None:
-    for arguments in (["hi"], ["--batch", "-"], ["hi", "--image", "-"]):
+    for arguments in (["hi"], ["hi", "--image", "-"]):
         with Path("/dev/zero").open("rb") as zeros:
             result = localrt("run", tiny_folder, *arguments, env=home, stdin=zeros)
             assert_one_line(result, 2, "stdin is too large: the most is")
@@ -319,15 +222,7 @@ def test_an_unwritable_data_folder_costs_only_continue(
     assert b"this answer cannot be continued later (-c): " in result.stderr
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="closes descriptors in a shell")
-def test_closed_streams_lead_nowhere(home: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "localrt", "list", "--json"]
-    for closed in ("<&-", ">&- 2>&-"):
-        shell = ["sh", "-c", f'"$@" {closed}', "sh", *command]
-        done = subprocess.run(shell, capture_output=True, env=home, timeout=600)
-        assert (done.returncode, done.stderr) == (0, b"")
-
-
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(tiny_folder: Path, home: dict[str, str]) -> None:
     command = [*LOCALRT, "run", str(tiny_folder), "hi", "--temperature", "0"]
     process = subprocess.Popen(
@@ -343,6 +238,7 @@ def test_a_closed_pipe_ends_quietly(tiny_folder: Path, home: dict[str, str]) -> 
     assert error == b""
 
 
+@pytest.mark.slow
 @pytest.mark.real
 @needs_signals
 def test_an_interrupt_keeps_the_text_and_exits_130(home: dict[str, str]) -> None:
@@ -364,6 +260,7 @@ def test_an_interrupt_keeps_the_text_and_exits_130(home: dict[str, str]) -> None
     assert saved["messages"][-1]["content"].encode() in first + rest
 
 
+@pytest.mark.slow
 def test_commands_import_nothing_heavy(tiny_folder: Path, home: dict[str, str]) -> None:
     """Neither a program nor a command waits for what another needs."""
     heavy = {"torch", "numpy", "transformers", "llama_cpp", "huggingface_hub", "textual", "httpx2"}
@@ -395,47 +292,36 @@ def test_commands_import_nothing_heavy(tiny_folder: Path, home: dict[str, str]) 
         ("", 2, "localrt --help"),
         ("run MODEL hi --top-p 1.5", 2, "--top-p"),
         ("run MODEL hi --ram lots", 2, "--ram must be a size, is 'lots'"),
-        ("run MODEL hi --threads 1000000000", 2, "--threads must be at most 1024"),
-        ("bench MODEL --runs -1", 2, "--runs must be at least "),
         ("run MODEL", 2, "prompt is empty"),
         ("run 'What is a quine?'", 1, "was taken for a model's name"),
-        ("run Why?", 1, 'localrt run smollm2 "Why?"'),
         ("chat Why?", 1, 'localrt chat smollm2 -p "Why?"'),
+        ("run MODEL hi --chat-template binary", 1, "is not UTF-8 text: byte 0xff at 1"),
+        ("run MODEL --batch /dev/zero", 2, "is not a regular file"),
         ("run MODEL prompt --batch prompts.jsonl", 2, "leave out PROMPT"),
         ("run MODEL --batch prompts.jsonl -c", 2, "--continue"),
-        ("run MODEL --batch prompts.jsonl --batch-size 0", 2, "--batch-size"),
-        ("run MODEL hi --batch-size 2", 2, "--batch FILE"),
         ("chat --plain -c --load x.json", 2, "either --continue or --load"),
         ("chat -p Hi -c", 2, "for a single answer use localrt run"),
-        ("chat -p Hi --load /dev/zero", 2, "--load is for the app"),
         ("serve --name x --port 0", 2, "--name is for one model: give MODEL"),
         ("serve --keep-alive soon --port 0", 2, "must be a time, is 'soon': write it like 30s"),
-        ("serve --gpu-memory lots --port 0", 2, "--gpu-memory must be a size, is 'lots'"),
         ("serve --api-key '' --port 0", 2, "--api-key must be ASCII text and not empty"),
         ("run none.gguf hi", 1, "none.gguf"),
         ("run empty.gguf hi", 1, "empty.gguf"),
         ("run folder hi", 1, "folder"),
         ("run pickled hi", 1, "pytorch_model.bin"),
-        ("bench notes.txt", 1, "notes.txt is not a GGUF file"),
         ("bench /dev/zero", 1, "/dev/zero is not a regular file"),
         ("pull notes.txt", 1, "notes.txt is not a GGUF file"),
-        ("rm ''", 2, "the name is empty"),
         ("alias smollm2 notes.txt", 2, "smollm2 is the demo model's own name"),
         ("alias x nosuch", 1, "nosuch is no model"),
         ("list --forget nosuch", 1, "nosuch is no path that was used"),
     ],
 )
 def test_what_cannot_be_done(
-    command: str,
-    status: int,
-    words: str,
-    home: dict[str, str],
-    tiny_folder: Path,
-    tmp_path: Path,
+    command: str, status: int, words: str, home: dict[str, str], tiny_folder: Path, tmp_path: Path
 ) -> None:
     if "/dev/zero" in command and system.IS_WINDOWS:
         pytest.skip("there are no such devices")
     (tmp_path / "notes.txt").write_text("not a model")
+    (tmp_path / "binary").write_bytes(b"a\xff")
     (tmp_path / "prompts.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
     (tmp_path / "empty.gguf").touch()
     for name in ("folder", "pickled"):
@@ -448,46 +334,24 @@ def test_what_cannot_be_done(
         assert_one_line(localrt(*arguments, env=home), status, words)
 
 
-@pytest.mark.parametrize(
-    ("template", "flags", "cut"),
-    [
-        (None, (), True),
-        (None, ("--raw",), True),
-        (None, ("--max-tokens", "20"), False),
-        (CHATML, ("--max-tokens", "20"), False),
-    ],
-)
+@pytest.mark.parametrize("flags", [(), ("--max-tokens", "20")])
 def test_a_base_model_ends(
-    home: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    template: str | None,
-    flags: tuple[str, ...],
-    cut: bool,
+    home: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
     """One without a chat template, which goes on and on, is cut off with a line about it."""
     monkeypatch.setattr("localrt.cli.loading._MOST_BASE_TOKENS", 20)
-    (tmp_path / "base").mkdir()
-    folder = write_tiny_model(tmp_path / "base", template=template)
+    folder = write_tiny_model(tmp_path, template=None)
     result = localrt("run", folder, "Once", *flags, "--temperature", "0", "--json", env=home)
-    assert result.returncode == 0, result.stderr
     told = json.loads(result.stdout)
     assert (told["finish_reason"], told["metrics"]["completion_tokens"]) == ("length", 20)
-    assert ("cut off after 20 tokens" in result.stderr.decode()) == cut
+    assert ("cut off after 20 tokens" in result.stderr.decode()) == (not flags)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
-@pytest.mark.parametrize(
-    "command",
-    [
-        "run --help",
-        "list --json",
-    ],
-)
-def test_full_disk(home: dict[str, str], command: str) -> None:
+def test_full_disk(home: dict[str, str]) -> None:
     """Output that cannot be written is one line and status 1."""
     with Path("/dev/full").open("w", encoding="utf-8") as full:
-        program = [sys.executable, "-m", "localrt", *command.split()]
+        program = [*LOCALRT, "list", "--json"]
         done = subprocess.run(program, stdout=full, stderr=subprocess.PIPE, env=home, check=False)
     assert done.returncode == 1, done.stderr
     (line,) = done.stderr.decode().splitlines()
@@ -528,11 +392,8 @@ def test_lines_of_json() -> None:
         ("plain", "f.jsonl", "line 1 of f.jsonl is not JSON"),
         ('{"prompt": "a", "messages": []}', "f", "either"),
         ('{"prompt": 3}', "f", "not a string"),
-        ('{"prompt": "a"}\n{"prompt": "b"', "f", "line 2 of f is not JSON"),
         ('{"prompt": "a"}\n{"prompt": ""}', "f", "line 2 of f has an empty prompt"),
         ('{"promt": "a"}\n{"promt": "b"}', "f", "line 1 of f has 'promt': did you mean prompt"),
-        ('{"a": 1}', "f", "line 1 of f has 'a': only prompt, messages, id are known"),
-        ("{}", "f", "line 1 of f must be an object with either"),
         ('{"messages": [1]}', "f", "line 1 of f has a message that is not an object"),
     ],
 )

@@ -48,27 +48,14 @@ def test_every_option_is_explained_with_its_default(name: str) -> None:
             pytest.fail(f"{name} {flag} does not say what it is when left out")
 
 
-def test_an_unknown_option_is_refused_with_the_commands_own_usage(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        build_parser().parse_args(["run", "smollm2", "hi", "--colour"])
-    assert ended.value.code == 2
-    told = capsys.readouterr().err
-    assert told.startswith("usage: localrt run [OPTIONS] [MODEL] [PROMPT]\n")
-    assert "--colour" in told
-
-
 @pytest.mark.parametrize(
     ("args", "says"),
     [
         (["run", "m", "hi", "--ctx", "x"], "--ctx must be a whole number, is 'x'"),
-        (["run", "m", "hi", "--temperature", "hot"], "--temperature must be a number, is 'hot'"),
         (["run", "m", "--kv-format", "q"], "--kv-format must be one of bf16, int8, int4, is 'q'"),
         (["run", "m", "--temprature=1"], "--temprature=1 (did you mean --temperature?)"),
         (["run", "m", "--n-ctx", "9"], "(did you mean --ctx?)"),
         (["run", "m", "-ngl", "9"], "(did you mean --gpu-memory?)"),
-        (["run", "m", "--max-new-tokens=1"], "(did you mean --max-tokens?)"),
         (["lst"], "no command 'lst' (did you mean list?)"),
         (["model.gguf"], "no command 'model.gguf' (`localrt --help` lists them)"),
     ],
@@ -123,12 +110,9 @@ def _script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 
 _NAMES = (  # of models, programs and formats
     ("run sm", "smollm2"),
-    ("chat gemma3", "gemma3:4b"),
-    ("show qwen", "qwen3:8b"),
     ("launch codex --model sm", "smollm2"),
     ("launch cl", "claude"),
     ("quantize --format int", "int4-g32"),
-    ("quantize smollm2 --format q3", "q3_k"),
 )
 
 

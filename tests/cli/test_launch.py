@@ -20,13 +20,11 @@ import psutil
 import pytest
 
 import localrt as library
-from localrt.client.programs import PROGRAMS, find_program
+from localrt.client.programs import PROGRAMS
 from localrt.client.servers import LocalServer, announced, local_servers
 from localrt.common.settings import Settings
-from localrt.server.options import ServeOptions
-from localrt.server.pool import ModelPool
 from tests.cli.test_cli import FAST, LOCALRT, assert_one_line, home, localrt
-from tests.conftest import needs_links, needs_scripts, write_tiny_model
+from tests.conftest import needs_scripts, write_tiny_model
 from tests.server.conftest import WITH_TOOLS, Running, serving
 from tests.waits import wait_for
 
@@ -114,6 +112,7 @@ def files_of(folder: Path) -> set[str]:
     return {str(path) for path in folder.rglob("*") if "data" not in path.parts}
 
 
+@pytest.mark.slow
 def test_each_program_reaches_a_running_server(
     folder: Path, programs: dict[str, str], tmp_path: Path
 ) -> None:
@@ -146,33 +145,7 @@ def own_variables(found: Any, env: dict[str, str]) -> dict[str, str]:
     return {name: text for name, text in found["variables"].items() if env.get(name) != text}
 
 
-@pytest.mark.parametrize("name", ["claude", pytest.param("opencode", marks=pytest.mark.slow)])
-def test_what_is_printed_does_the_same(folder: Path, programs: dict[str, str], name: str) -> None:
-    with a_server(folder, programs):
-        assert localrt("launch", name, "--", "-x", env=programs).returncode == 0
-        launched = recorded(programs)
-        printed = localrt("launch", name, "--print", "--", "-x", env=programs).stdout.decode()
-        env = {**programs, "PATH": f"{programs['PATH']}:/usr/bin:/bin"}
-        subprocess.run(["/bin/sh", "-ec", printed], env=env, check=True, timeout=120)
-    typed = recorded(programs)
-    (file,) = typed["texts"] or [""]
-    folders = {str(Path(path).parent) for each in (launched, typed) for path in each["texts"]}
-
-    def shown(found: Any, env: dict[str, str]) -> str:
-        text = json.dumps(
-            [found["arguments"], sorted(own_variables(found, env).items()), found["texts"]]
-        )
-        for each in folders:
-            text = text.replace(each, "FOLDER")
-        return text
-
-    ignored = {"PATH", "PWD", "SHLVL", "_", "OLDPWD"}
-    typed["variables"] = {n: t for n, t in typed["variables"].items() if n not in ignored}
-    launched["variables"].pop("PATH")
-    assert shown(typed, programs) == shown(launched, programs)
-    assert not file or file.endswith(Path(find_program(name).place).name)
-
-
+@pytest.mark.slow
 def test_a_server_is_started_and_ended(folder: Path, programs: dict[str, str]) -> None:
     use(folder, programs)
     result = localrt("launch", "claude", env={**programs, "STATUS": "3"})
@@ -223,19 +196,7 @@ def test_ctrl_c_is_the_programs(folder: Path, programs: dict[str, str]) -> None:
     assert not psutil.pid_exists(server)
 
 
-@pytest.mark.slow
-def test_the_server_ends_even_if_launch_is_killed(folder: Path, programs: dict[str, str]) -> None:
-    use(folder, programs)
-    with launched(programs, "claude") as process:
-        (server,) = recorded(programs)["servers"]
-        for each in psutil.Process(process.pid).children():
-            if each.pid != server:
-                each.kill()
-        process.kill()
-        wait_for(lambda: not psutil.pid_exists(server))
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGHUP", marks=pytest.mark.slow)])
 def test_a_termination_is_passed_on(
     folder: Path, programs: dict[str, str], name: str, request: pytest.FixtureRequest
 ) -> None:
@@ -303,24 +264,9 @@ def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -
     assert [(each["name"], each["path"]) for each in found] == [(p.name, None) for p in PROGRAMS]
 
 
-def test_print_has_the_context_of_the_given_model(programs: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "short").mkdir()
-    model = write_tiny_model(tmp_path / "short", template=WITH_TOOLS, context=8192)
-    result = localrt("launch", "codex", "--print", "--model", str(model), env=programs)
-    assert "model_context_window = 8192" in result.stdout.decode()
-
-
 def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, str]) -> None:
     assert b"No server is running" in localrt("ps", env=home).stdout
-    with (
-        mock.patch.dict(os.environ, home, clear=True),
-        library.load(tiny_folder, draft="off") as model,
-        serving(model, name="tiny", api_key="s3cret") as running,
-        announced(
-            LocalServer(f"{running.url}/v1", os.getpid(), "s3cret", {"tiny": str(tiny_folder)}),
-            Settings.from_environment(),
-        ),
-    ):
+    with a_server(tiny_folder, home, "s3cret") as running:
         shown = localrt("ps", "--json", env=home)
         (one,) = json.loads(shown.stdout)["models"]
         assert (one["name"], one["state"], one["unload_s"]) == ("tiny", "loaded", None)
@@ -332,26 +278,3 @@ def test_a_running_server_is_used_and_shown(tiny_folder: Path, home: dict[str, s
         for flags in (("--no-server", "--max-tokens", "3"), ("--ctx", "64", *FAST)):
             assert localrt("run", tiny_folder, "hi", *flags, env=home).stderr == b""
         assert len([line for line in running.log if line.path.endswith("completions")]) == 1
-
-
-@needs_links
-def test_servers_that_do_not_have_the_model_are_left_alone(
-    tiny_folder: Path, home: dict[str, str], tmp_path: Path
-) -> None:
-    """One is gone, and another program has its number; the other one was started elsewhere."""
-    pool = ModelPool(lambda *_: library.load(tiny_folder), lambda: [], ServeOptions())
-    link = tmp_path / "link"
-    link.symlink_to(tiny_folder)
-    with mock.patch.dict(os.environ, home, clear=True), serving(pool) as other:
-        settings = Settings.from_environment()
-        for number, url in ((1, "http://127.0.0.1:1/v1"), (os.getppid(), f"{other.url}/v1")):
-            file = settings.data_dir / "servers" / f"{number}.json"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps({"url": url, "pid": number, "models": None}))
-        found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
-        assert (found.returncode, found.stderr) == (0, b"")
-        with library.load(tiny_folder, draft="off") as model, serving(model, name="tiny") as one:
-            server = LocalServer(f"{one.url}/v1", os.getpid(), None, {"tiny": str(link)})
-            with announced(server, settings):
-                found = localrt("run", tiny_folder, "hi", "--max-tokens", "3", env=home)
-                assert b"using tiny of the server" in found.stderr

@@ -1,13 +1,13 @@
-"""``localrt plan`` as a user meets it."""
+"""``localrt plan``, ``show`` and ``embed`` as a user meets them."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import localrt
@@ -40,27 +40,6 @@ def as_json(capsys: pytest.CaptureFixture[str], *args: str | Path) -> Any:
     return json.loads(text)
 
 
-def test_unread_quantization(
-    tmp_path: Path,
-    tiny_folder: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What cannot be read is one same line everywhere."""
-    monkeypatch.setattr("sys.stdin", TextIOWrapper(BytesIO(), encoding="utf-8"))
-    folder = shutil.copytree(tiny_folder, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 5}
-    (folder / "config.json").write_text(json.dumps(config))
-    lines = {f"localrt: {localrt.preview(folder)}\n"}
-    for command in (["plan", str(folder)], ["show", str(folder)], ["run", str(folder), "hi"]):
-        assert main(command) == 1
-        lines.add(capsys.readouterr().err)
-    (line,) = lines
-    assert "bits is 5" in line
-    assert line.count("\n") == 1
-
-
 def test_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
     options = ("plan", str(folder), "--ram", "600MB")
@@ -76,7 +55,6 @@ def test_details(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert title in long
         assert title not in short
     assert "disk 1 GB/s (measured)" in short
-    assert "600 MB of RAM to use (given)" in short
     assert short.count("\n") <= 25
     assert "localrt chat" not in short  # there is nothing to run but a config
     assert {path.name for path in tmp_path.iterdir()} == {folder.name}
@@ -102,8 +80,7 @@ def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--pc", "office-laptop"]) == 0
     title, _, header, *rows = capsys.readouterr().out.splitlines()
     assert title.startswith("What a PC like that runs well")
-    for column in ("MODEL", "FILE", "SIZE", "TOK/S", "FIRST TOKEN", "WEIGHTS IN", "FOR CHAT"):
-        assert column in header
+    assert header.startswith("MODEL ")
     assert rows[0].endswith("  good")
     first = rows[0].split()[0]
     assert f"  localrt chat {first}    downloads it, and chats" in rows
@@ -114,20 +91,12 @@ def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdicts == sorted(verdicts, key=["good", "usable", "slow"].index)
 
 
-def test_options_of_one_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--ctx", "512"]) == 2
-    expected = "localrt: --ctx is about one model: localrt plan MODEL --ctx\n"
-    assert capsys.readouterr().err == expected
-
-
 @pytest.mark.parametrize(
     ("status", "args", "words"),
     [
-        (2, ("--ssd", "fast"), "bandwidth"),
         (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
         (1, ("--ram", "100MB"), "--ram "),
         (2, ("--acceptance", "0.8"), "name one with --draft"),
-        (1, ("--draft", "org/nothing"), "org/nothing"),
     ],
 )
 def test_bad_usage(
@@ -144,21 +113,6 @@ def test_bad_usage(
     assert words in error
 
 
-def test_draft(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target, draft = (config_folder(tmp_path, n) for n in ("phi-4-mini", "qwen2.5-coder-1.5b"))
-    gpu = ("--gpu", "virtual:2GB@12GB/s,256GB/s,20TFLOPS", "--ram", "3GB", "--ctx", "512")
-    command = ("plan", str(target), "--draft", str(draft), *gpu)
-    assert main([*command]) == 0
-    why, forecast = capsys.readouterr().out.splitlines()[-2:]
-    assert why.startswith(f"With {draft.name} as its draft: the draft is in RAM")
-    assert "70 % (assumed) of its first choices" in forecast
-    pair = as_json(capsys, *command[1:], "--acceptance", "0.9")["pair"]
-    assert pair["draft"] == draft.name
-    assert (pair["acceptance"], pair["acceptance_source"]) == (0.9, "given")
-    assert pair["place"] == "draft on CPU"
-    assert pair["why"] in why
-
-
 def test_hub(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,14 +121,8 @@ def test_hub(
     (snapshot / "config.json").write_text(json.dumps(CONFIGS["qwen2.5-coder-1.5b"]))
     report = as_json(capsys, "org/small", *WHAT_IF)
     assert report["model"]["name"] == "org/small"
-    assert report["model"]["layers"] == 28
-    assert report["simulated"] is True
     assert set(report["hypothetical"]) >= {"--gpu-memory", "--ssd", "--link"}
-    assert report["predicted_tok_s"] == report["prediction"]["tok_s"] > 0
-    assert report["predicted_tok_s"] <= report["ceiling_tok_s"]
-    assert report["machine"]["link_bytes_s"] == 12e9
-    assert report["machine"]["sources"]["gpu"] == "typical"
-    assert report["budgets"]["vram"] == 8_000_000_000
+    assert 0 < report["predicted_tok_s"] <= report["ceiling_tok_s"]
 
     # Which files the hub has, where it is asked.
     sizes = {"Q8_0": 1_900_000_000, "Q4_K_M": 1_100_000_000}
@@ -204,3 +152,93 @@ def test_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
     assert best.level != "slow"
     assert f" {best.model.name} (" in welcome()
     assert "F1" in welcome()
+
+
+# -- show and embed --------------------------------------------------------------------------------
+
+
+def test_a_folder(tiny_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(tiny_folder)]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert lines["family"].startswith("LlamaForCausalLM, ")
+    assert lines["template"] == "its own"
+    assert lines["where"].startswith("your files: ")
+    assert main(["show", str(tiny_folder), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["path"] == str(tiny_folder)
+    assert record["weights"] > 0
+
+
+@pytest.mark.slow
+def test_vision_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tests.models.make_gguf import write_tiny_gguf
+    from tests.models.make_mmproj import write_mmproj
+    from tests.models.tiny import random_model
+    from tests.models.vision.test_mmproj import MODELS
+
+    random_model(MODELS["gemma3"]()).save_pretrained(tmp_path / "folder")
+    model = write_tiny_gguf(tmp_path / "folder", tmp_path / "tiny.gguf", "gemma3")
+    assert main(["show", str(model)]) == 0
+    assert "pictures" not in capsys.readouterr().out
+    write_mmproj(tmp_path / "folder", tmp_path / "mmproj-F32.gguf")
+    for path in (model, tmp_path / "folder"):
+        assert main(["show", str(path)]) == 0
+        out = " ".join(capsys.readouterr().out.split())
+        assert "pictures some 16 tokens for 896 x 896 pixels" in out
+    assert main(["plan", str(model), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["picture"]
+    assert planned["tokens"] == 16
+    assert planned["seconds"] > 0
+    write_mmproj(
+        tmp_path / "folder", tmp_path / "mmproj-F32.gguf", changes={"clip.projector_type": "other"}
+    )
+    assert main(["show", str(model)]) == 0
+    assert "pictures are refused: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("offline", "name", "status", "says"),
+    [
+        ("0", "llama3.2:3b", 0, "source   https://huggingface.co/unsloth/Llama-3.2-3B-Instruct"),
+        ("1", "org/nothing:Q4_K_M", 1, "org/nothing:Q4_K_M is not on this machine"),
+    ],
+)
+def test_not_on_this_machine(
+    offline: str,
+    name: str,
+    status: int,
+    says: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Offline, nobody is sent to ``pull``, which then fails."""
+    monkeypatch.setenv("LOCALRT_OFFLINE", offline)
+    assert main(["show", name]) == status
+    told = "".join(capsys.readouterr())
+    assert says in told
+    assert ("localrt pull" in told) == (offline == "0")
+    assert ("offline mode is on" in told) == (offline == "1")
+
+
+@pytest.fixture
+def encoder(tmp_path: Path) -> Path:
+    from tests.models.tiny_encoders import ENCODERS, save_encoder, word_pieces
+
+    save_encoder(ENCODERS["bert"], tmp_path)
+    word_pieces(tmp_path)
+    return tmp_path
+
+
+def test_vectors(
+    encoder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with localrt.load(encoder) as model:
+        wanted = model.embed(["a fox", "x"])
+    assert main(["embed", str(encoder), "a fox", "x"]) == 0
+    printed = capsys.readouterr().out
+    found = [json.loads(line) for line in printed.splitlines()]
+    assert np.allclose(found, wanted, atol=1e-6)
+    pipe = TextIOWrapper(BytesIO(b"a fox\r\nx\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", pipe)
+    assert main(["embed", str(encoder)]) == 0
+    assert capsys.readouterr().out == printed

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -18,9 +17,7 @@ from textual.css.parse import parse
 from textual.pilot import Pilot
 
 from localrt import History, system
-from localrt.mcp.toolbox import Toolbox
 from localrt.tui import ChatApp
-from localrt.tui.plain import PlainChat
 from tests.tui import screen
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.waits import wait_in_loop
@@ -132,32 +129,6 @@ async def cleared(pilot: Pilot[None]) -> None:
     screen.composer(app).put("")
     await pilot.press("ctrl+n")
     await until(pilot, lambda: not screen.users(app))
-
-
-def plain_chat(
-    load: Callable[..., Any],
-    folder: Path,
-    lines: Sequence[str],
-    *,
-    toolbox: Toolbox | None = None,
-    source: type[io.StringIO] = io.StringIO,
-    embedder: Callable[[], Any] | None = None,
-    **arguments: Any,
-) -> str:
-    """What a plain chat prints over lines of input; its conversations are kept in ``folder``."""
-    out = io.StringIO()
-    plain = PlainChat(
-        source("".join(f"{line}\n" for line in lines)),
-        out,
-        model_name="tiny-model",
-        system=None,
-        options={},
-        history=lambda: History(folder / "history.db"),
-        toolbox=toolbox,
-        embedder=embedder,
-    )
-    assert plain.run(load, **arguments) == 0
-    return out.getvalue()
 
 
 @pytest.fixture(autouse=True)

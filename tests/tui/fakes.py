@@ -284,10 +284,7 @@ BEFORE = replace(
 OUTLOOK = Outlook(
     66.0,
     96_000_000,
-    (
-        Change("110 MB more RAM", 210.0, 3.8),
-        Change("a disk twice as fast", 80.0, 2.0),
-    ),
+    (Change("110 MB more RAM", 210.0, 3.8), Change("a disk twice as fast", 80.0, 2.0)),
 )
 VIEW = PanelData(
     status=STREAMED,

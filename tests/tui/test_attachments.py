@@ -5,16 +5,13 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from textual.events import Paste
 
 from localrt import History, KeptPicture, OptionError, system
@@ -23,9 +20,7 @@ from localrt.documents import index, reading
 from localrt.documents.kinds import Page
 from localrt.history.pictures import new_picture
 from localrt.tui import ChatApp
-from localrt.tui.chat.blocks import GUTTER
-from localrt.tui.chat.thumbnails import Thumbnail, cells, find_graphics
-from localrt.tui.chat.view import ConversationView
+from localrt.tui.chat.thumbnails import Thumbnail, cells
 from localrt.tui.conversation.attachments import (
     Attachments,
     Fold,
@@ -36,30 +31,14 @@ from localrt.tui.conversation.attachments import (
 )
 from localrt.tui.conversation.export import Exporter
 from localrt.tui.loading_line import WorkLine
-from localrt.tui.mentions import dropped, mentions, with_mentions
+from localrt.tui.mentions import dropped, with_mentions
 from tests.documents.samples import RED, pdf
-from tests.documents.test_index import Meanings
 from tests.tui import screen
 from tests.tui.conftest import Opening, asked, cleared, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
 from tests.tui.screen import idle
 
 # -- labels ----------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.tuples(st.text(max_size=20), st.text(min_size=1, max_size=40)), max_size=4))
-def test_labels_round_trip(parts: list[tuple[str, str]]) -> None:
-    attachments = Attachments()
-    typed = sent = ""
-    for text, pasted in parts:
-        text = text.replace("[", "(")
-        typed += text + attachments.add("pasted", pasted)
-        sent += text + pasted
-    draft = attachments.expanded(typed)
-    assert draft.text == sent
-    assert [sent[fold.start : fold.end] for fold in draft.folds] == [text for _, text in parts]
-    again = Attachments()
-    assert again.expanded(again.folded(draft)).text == sent
 
 
 def kept(size: tuple[int, int] = (8, 4), color: str = "red") -> KeptPicture:
@@ -84,9 +63,7 @@ def test_labels() -> None:
     assert attachments.folded(theirs) == "[a.py 2, 1 line]"
     assert attachments.text_of(mine) == "mine\n"
     # What a history says may be damaged.
-    assert read_folds([[0, 5, "a"], [7, 9, "b"]], 9) == (Fold(0, 5, "a"), Fold(7, 9, "b"))
-    assert read_folds([[3, 1, "a"], [0, 99, "b"], "x", [1, 2], None], 9) == ()
-    assert read_folds("no list", 9) == ()
+    assert read_folds([[0, 5, "a"], [3, 1, "a"], [0, 99, "b"], "x"], 9) == (Fold(0, 5, "a"),)
 
 
 @pytest.mark.parametrize(
@@ -95,15 +72,13 @@ def test_labels() -> None:
         ("one.py", "[one.py, 10 B]"),
         ("pkg/one.py", "[pkg/one.py, 2 lines]"),
         ("pkg", "[pkg/, 2 files]"),
-        ("empty", "[empty/, 0 files]"),
         ("{root}/pkg/one.py", "[one.py, 2 lines]"),
     ],
 )
 def test_labels_of_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, label: str
 ) -> None:
-    for folder in ("pkg/sub", "empty"):
-        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "pkg" / "sub").mkdir(parents=True)
     (tmp_path / "one.py").write_bytes(b"print('')\n")
     (tmp_path / "pkg" / "one.py").write_bytes(b"a\nb\n")
     (tmp_path / "pkg" / "sub" / "two.py").write_bytes(b"a\n")
@@ -119,9 +94,6 @@ def test_cannot_attach(tmp_path: Path) -> None:
             read_attachment(name and str(tmp_path / name))
     with pytest.raises(StorageError, match="cannot read"):
         read_attachment(str(tmp_path / "nowhere"))
-    if Path("/dev/zero").exists():
-        with pytest.raises(OptionError, match="regular"):
-            read_attachment("/dev/zero")
 
 
 LONG = "".join(f"line {n}\n" for n in range(30))
@@ -154,11 +126,9 @@ async def test_long_pastes(model: FakeModel, tmp_path: Path) -> None:
         await paste()
         await pilot.press("backspace", "backspace")
         assert composer.text == ""
-        for keys in (["tab"], ["backspace", "tab"]):  # after the space that follows it, too
-            composer.put("")
-            await paste()
-            await pilot.press(*keys)
-            assert composer.text.rstrip() == LONG.rstrip()
+        await paste()
+        await pilot.press("tab")
+        assert composer.text.rstrip() == LONG.rstrip()
 
         await cleared(pilot)
         await screen.say(pilot, f"/attach {path}")
@@ -181,10 +151,9 @@ async def test_named_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     async with running(model) as (app, pilot):
-        for _ in range(2):
-            await screen.say(pilot, "" if screen.composer(app).text else "Read @nowhere.txt now")
-            await until(pilot, lambda: screen.composer(app).text == "Read @nowhere.txt now")
-            await until(pilot, lambda: screen.refused(app))
+        await screen.say(pilot, "Read @nowhere.txt now")
+        await until(pilot, lambda: screen.refused(app))
+        assert screen.composer(app).text == "Read @nowhere.txt now"
         assert screen.users(app) == []
         (problem,) = screen.refused(app)
         assert problem.startswith("cannot read nowhere.txt: No such file")
@@ -259,17 +228,12 @@ async def test_pictures(seeing: FakeModel, photo: Path, monkeypatch: pytest.Monk
         assert composer.text == f'Look: @"{photo}" '
         await asked(pilot, "")
         assert seeing.given("user")[-1] == parts("Look: ", photo.read_bytes())
-        app.post_message(Paste("'/not/there.png'"))
-        await until(pilot, lambda: composer.text == "'/not/there.png'")
 
         # One from the clipboard.
         hold(monkeypatch, Image.new("RGB", (8, 4), "red"))
         composer.put("/attach")
         await pilot.press("enter")
         await until(pilot, lambda: "clipboard-" in composer.text)
-        label = composer.text
-        await pilot.press("tab")
-        assert composer.text == label, "a picture has no text to unfold"
         await asked(pilot, "")
         (part,) = (p for p in seeing.given("user")[-1] if p["type"] == "image")
         assert Image.open(io.BytesIO(part["image"])).size == (8, 4)
@@ -284,14 +248,8 @@ async def test_model_that_cannot_see(model: FakeModel, photo: Path) -> None:
         await until(pilot, lambda: screen.refused(app))
         assert screen.composer(app).text == "What is in [my photo.png, 8 x 4]?"
         assert (screen.users(app), model.seen) == ([], [])
-        text = f'What is in @"{photo}"?'
-        screen.composer(app).put("")
-        await screen.say(pilot, text)
-        await until(pilot, lambda: screen.refused(app))
         said = "tiny-model cannot see pictures: the message was not sent"
         assert screen.refused(app) == [said]
-        assert screen.composer(app).text == text
-        assert (model.seen, app.state.conversation.turns) == ([], ())
 
 
 async def test_earlier_picture_for_model_that_cannot_see(
@@ -311,48 +269,25 @@ async def test_earlier_picture_for_model_that_cannot_see(
         await asked(pilot, "Sure?")
         first = seeing.seen[-1].messages[0]
         assert first["content"] == parts("What is in ", photo.read_bytes(), "?")
-        await pilot.press(*["alt+up"] * 6, "alt+e")
-        assert screen.composer(app).text == "What is in [my photo.png, 8 x 4]?"
 
 
 def test_drawing(
     capsys: pytest.CaptureFixture[str], photo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cells(kept((400, 200)), 80) == (40, 10)
-    assert cells(kept((400, 1)), 80) == (40, 1)
     with capsys.disabled():
         out = io.StringIO()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.__stdout__", out)
             lines = Thumbnail(kept((20, 10))).lines(20, "kitty")
     assert [line.cell_length for line in lines] == [20] * 5
-    assert set(re.findall("\U0010eeee", lines[0].text)) == {"\U0010eeee"}
     assert out.getvalue().startswith("\x1b_G")
-    assert "c=20,r=5" in out.getvalue()
-    monkeypatch.setenv("TERM", "xterm-kitty")
-    assert find_graphics() == ""  # no terminal: pytest has the output
     # A picture that is lost is a line.
     with History(":memory:") as history:
         turn = history.new(model="m").add("user", [{"type": "image", "image": photo}])
         history._database.rows("DELETE FROM turn_picture")
         assert draft_of(turn).captions == ["my photo.png, 8 x 4"]
         assert Thumbnail(turn.pictures[0]).lines(40, "") == []
-
-
-async def test_sixels(seeing: FakeModel, photo: Path) -> None:
-    async with running(seeing, graphics="sixel") as (app, pilot):
-        await asked(pilot, f'@"{photo}"')
-        view = app.query_one(ConversationView)
-        strips = view.render_lines(view.size.region)
-        drawn = [strip for strip in strips if any("\x1bP" in part.text for part in strip)]
-        assert len(drawn) == 2
-        assert {strip.cell_length for strip in strips} == {view.size.width}
-        assert f"\x1b[{view.size.width - GUTTER}D\x1bP" in [*drawn[0]][-1].text
-        assert "\x1bP" not in view.render_line(strips.index(drawn[0])).text
-        await pilot.press("f1")
-        await until(pilot, lambda: not view.screen.is_active)
-        covered = view.render_lines(view.size.region)
-        assert not any("\x1bP" in part.text for strip in covered for part in strip)
 
 
 def escaped(path: Path) -> str:
@@ -371,7 +306,7 @@ def test_paths(photo: Path) -> None:
         assert dropped(text) == [path], text
     assert dropped(f"\"{path}\" '{other}'") == [path, str(other)]
     assert dropped(f"{url}\n{other.as_uri()}") == [path, str(other)]
-    for text in ("photo.png", "see photo.png", f"What is {shell}", "it's.png", "/nowhere.png", ""):
+    for text in ("photo.png", f"What is {shell}", "it's.png", "/nowhere.png", ""):
         assert dropped(text) == [], text
     written = f'@"{photo}"'
     assert with_mentions(path) == written
@@ -379,8 +314,6 @@ def test_paths(photo: Path) -> None:
     assert with_mentions(f"Is '{photo}' red?") == f"Is {written} red?"
     for text in (f"`{shell}`", "/export a.png", "see /nowhere.png"):
         assert with_mentions(text) == text
-    (mention,) = mentions(f"@{shell}, please")
-    assert mention.path == path
 
 
 async def test_export(seeing: FakeModel, photo: Path, tmp_path: Path) -> None:
@@ -412,7 +345,6 @@ def test_clipboard(photo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (copied.name, page.picture) == (photo.name, photo.read_bytes())
     for held, message in (
         (None, "no picture in the clipboard"),
-        (UnidentifiedImageError("text"), "no picture in the clipboard"),
         (NotImplementedError("wl-paste or xclip is required"), "wl-paste or xclip is required"),
         (OSError("no display"), "cannot be read"),
     ):
@@ -463,27 +395,6 @@ async def test_documents(files: Path) -> None:
         await pilot.press("ctrl+t")
         assert "[long.pdf, page 18]" in screen.shown(app), "where the pieces are from"
 
-        (files / "bad.pdf").write_bytes(b"%PDF-1.7")
-        await screen.say(pilot, "Read @bad.pdf")
-        await until(pilot, lambda: screen.refused(app))
-        assert "bad.pdf is not a PDF file that can be read" in screen.refused(app)[0]
-        assert screen.composer(app).text == "Read @bad.pdf"
-
-
-class Opened(Meanings):
-    """Opens itself, and counts how often it is closed."""
-
-    closed = 0
-
-    def __call__(self) -> Opened:
-        return self
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.closed += 1
-
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
@@ -530,16 +441,7 @@ async def test_reading_is_shown_and_stopped(held: threading.Event) -> None:
         assert not progress(app)
         assert not model.seen
 
-        # Attaching is stopped in the same way.
-        composer.put("")
-        await screen.say(pilot, "/attach long.pdf")
-        await until(pilot, lambda: progress(app))
-        await pilot.press("ctrl+c")
-        await until(pilot, lambda: composer.text == "/attach long.pdf")
         held.set()
-        await pilot.press("enter")
-        await until(pilot, lambda: composer.text == "[long.pdf, 40 pages] ")
-        composer.put(f"{QUESTION}\n\nnext")
         await asked(pilot, "")
         assert "[long.pdf, page 18]\nPage about topic17." in model.given("user")[0]
         assert model.given("user")[0].endswith("\n\nnext")

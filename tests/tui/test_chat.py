@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from textual.events import Paste
 
 from localrt.common.errors import ContextOverflowError, LocalrtError
 from localrt.common.progress import Progress
 from localrt.tui.chat.bars import Phase
 from localrt.tui.loading_line import LoadingLine
-from localrt.tui.screens.dialogs import Confirm, HelpScreen
+from localrt.tui.screens.dialogs import HelpScreen
 from tests.tui import screen
 from tests.tui.conftest import asked, cleared, running, until
 from tests.tui.fakes import FakeLoader, FakeModel
@@ -59,16 +58,6 @@ async def test_answers(model: FakeModel) -> None:
         assert "41.2 tok/s" in screen.footer(app)
         # Two words of prompt, two tokens of answer.
         assert "context 4 of 8.2k" in screen.footer(app)
-
-        # A message sent during an answer follows it.
-        await cleared(pilot)
-        model.hold()
-        await screen.say(pilot, "one")
-        await screen.say(pilot, "two")
-        model.allow(100)
-        await until(pilot, lambda: len(screen.answers(app)) == 2 and idle(app))
-        turns = [kind for kind in screen.kinds(app) if kind != "Notice"]
-        assert turns == ["UserTurn", "AnswerBlock", "UserTurn", "AnswerBlock"]
 
         # Escape stops and keeps the text.
         await cleared(pilot)
@@ -143,12 +132,12 @@ async def test_how_answers_end(model: FakeModel) -> None:
         model.answer = []
         model.error = ContextOverflowError("the prompt has 9000 tokens, the context holds 8192")
         await screen.say(pilot, "much text")
-        for count in range(1, 4):
+        for count in (1, 2):
             await until(pilot, lambda: idle(app) and screen.composer(app).text == "much text")
             assert screen.notices(app, "error") == [str(model.error)]
-            assert ("(3 times)" in screen.shown(app)) is (count == 3)
+            assert ("(2 times)" in screen.shown(app)) is (count == 2)
             assert screen.users(app) == screen.answers(app) == []
-            if count == 3:
+            if count == 2:
                 model.answer, model.error = ["fine"], None
             await pilot.press("enter")
             await pilot.pause()
@@ -198,13 +187,9 @@ async def test_failed_load_keeps_text(model: FakeModel) -> None:
         assert screen.waiting(app) == ["sent while it loads"]
         loader.gate.set()
         await until(pilot, lambda: screen.phase(app) is Phase.FAILED)
-        for _ in range(2):
-            assert screen.composer(app).text == "sent while it loads"
-            await pilot.press("enter")
-        assert "Not sent: no model is loaded" in screen.hint(app)
-        screen.composer(app).put("")
+        assert screen.composer(app).text == "sent while it loads"
         await pilot.press("enter")
-        await until(pilot, lambda: not app.is_running)
+        assert "Not sent: no model is loaded" in screen.hint(app)
 
 
 # -- commands --------------------------------------------------------------------------------------
@@ -235,7 +220,6 @@ async def test_commands_without_a_model(model: FakeModel) -> None:
         screen.composer(app).put("")
         await screen.say(pilot, "/clear")  # the old name of /new
         assert "will open when this answer ends" in screen.notices(app)[-1]
-        assert screen.users(app) == ["/etc is what?"]
         model.release()
         await until(pilot, lambda: screen.users(app) == [] and idle(app))
 
@@ -252,24 +236,19 @@ async def test_system_and_set(model: FakeModel) -> None:
         await screen.say(pilot, "/system none")
         assert model.last_chat.system is None
 
-        await screen.say(pilot, "/set max-tokens 40")
-        await screen.say(pilot, "/set stop 5")
-        await screen.say(pilot, "/set ignore_eos true")
+        for line in ("max-tokens 40", "stop 5", "ignore_eos true"):
+            await screen.say(pilot, f"/set {line}")
         assert model.last_chat.options == {"max_tokens": 40, "stop": "5", "ignore_eos": True}
         await screen.say(pilot, "/set")
         listing = [" ".join(line.split()) for line in screen.notices(app)[-1].splitlines()]
         assert {"max_tokens 40", "temperature 0.2 (default)", "seed -"} <= set(listing)
-        await screen.say(pilot, "/set thinking off")
-        assert screen.notices(app)[-1] == "thinking = off"
-        for name in ("thinking", "max_tokens", "stop"):
+        for name in ("max_tokens", "stop"):
             await screen.say(pilot, f"/set {name} none")
         assert model.last_chat.options == {"ignore_eos": True}
         assert screen.notices(app, "error") == []
-        bad = ("temperature -1", "tempertaure 1", "foo 1", "top_p", "thinking perhaps")
-        for count, line in enumerate(bad, 1):
+        for count, line in enumerate(("temperature -1", "tempertaure 1", "top_p"), 1):
             await screen.say(pilot, f"/set {line}")
             assert len(screen.notices(app, "error")) == count
-            assert len(screen.notices(app, "error")[-1]) < 120
             assert model.last_chat.options == {"ignore_eos": True}
 
 
@@ -306,11 +285,9 @@ async def test_new_export_and_load(
         await screen.say(pilot, f"/export {path}")  # its own file: no question
         await until(pilot, lambda: len(json.loads(path.read_text("utf-8"))["messages"]) == 5)
         assert screen.notices(app, "error") == []
-        for line in ("/load nowhere/chat.json", "/load"):
-            count = len(screen.notices(app, "error"))
-            await screen.say(pilot, line)
-            await until(pilot, lambda n=count: len(screen.notices(app, "error")) > n)  # type: ignore[misc]
-            assert screen.users(app) == ["Really?", "again"]
+        await screen.say(pilot, "/load nowhere/chat.json")
+        await until(pilot, lambda: screen.notices(app, "error"))
+        assert screen.users(app) == ["Really?", "again"]
     lines = markdown.read_text("utf-8").splitlines()
     assert lines[0] == "# Really?"
     assert lines[2].startswith("*tiny-model, 20")
@@ -333,29 +310,9 @@ async def test_open_saved_chat(model: FakeModel, tmp_path: Path) -> None:
         assert screen.users(app) == ["Hi", "written while it loads"]
         assert model.last_chat.system == "Be brief."
         assert model.last_chat.options == {"seed": 1, "top_k": 3}
-    async with running(model, chat_path=tmp_path / "none.json") as (app, pilot):
-        await until(pilot, lambda: screen.notices(app, "error"))
-        assert "none.json" in screen.notices(app, "error")[0]
-        await asked(pilot, "Hi")
 
 
 # -- windows ---------------------------------------------------------------------------------------
-
-
-async def test_two_keys_close_a_window_once(model: FakeModel) -> None:
-    """The second key came before the first had closed it: the window below stays."""
-    async with running(model) as (app, pilot):
-        found: list[Any] = []
-        below, above = HelpScreen(), Confirm("Sure?", "go on")
-        app.push_screen(below)
-        app.push_screen(above, found.append)
-        await until(pilot, lambda: app.screen is above)
-        for _ in range(3):
-            above.dismiss(True)
-        await until(pilot, lambda: app.screen is below)
-        await pilot.pause()
-        assert found == [True]
-        assert app.screen is below
 
 
 # -- leaving ---------------------------------------------------------------------------------------
@@ -388,15 +345,11 @@ async def test_ctrl_c(model: FakeModel) -> None:
         await pilot.press("alt+z")
         assert screen.composer(app).text == "some"
         # Only a second one in a row quits: whatever is typed between them disarms it.
-        for typed in ("a", "backspace", "left", "paste"):
+        for typed in ("a", "backspace"):
             screen.composer(app).clear()
             await pilot.press("ctrl+c")
             assert "again quits" in screen.hint(app)
-            if typed == "paste":
-                app.post_message(Paste("some text"))
-                await pilot.pause()
-            else:
-                await pilot.press(typed)
+            await pilot.press(typed)
             assert "again quits" not in screen.hint(app)
             await pilot.press("ctrl+c")
             assert app.is_running

@@ -28,7 +28,7 @@ from localrt.tui.chat.panel import (
 from localrt.tui.loading_line import loading_line
 from localrt.tui.screens.dialogs import hanging
 from localrt.tui.text import clean, one_line
-from tests.tui.fakes import BEFORE, STREAMED, VIEW
+from tests.tui.fakes import STREAMED, VIEW
 
 # -- Markdown --------------------------------------------------------------------------------------
 
@@ -124,7 +124,6 @@ def test_blocks() -> None:
     [
         # Formulas stay as they were written.
         (r"\[ x_1 * y_2 * z = \frac{a}{b} \]", r"\[ x_1 * y_2 * z = \frac{a}{b} \]"),
-        (r"so \( a_1 \) and \(b*c*d\)", r"so \( a_1 \) and \(b*c*d\)"),
         ("It is\n\\[\na\n+ b\n- c\\\\\n\\]\nNow", "It is\n\n\\[\na\n+ b\n- c\\\\\n\\]\n\nNow"),
         ("with $a*b*c$ and $$d*e*f$$", "with $a*b*c$ and $$d*e*f$$"),
         ("- one\n  \\[\n  a\n  - b\n  \\]\n- two", " • one\n   \\[\n   a\n   - b\n   \\]\n • two"),
@@ -134,14 +133,9 @@ def test_blocks() -> None:
         ("| a | b |\n|--|--|\n| 1<br>2 | 3 |", " a  b\n ────\n 1  3\n 2"),
         # Chinese and Japanese break anywhere, but not before a full stop nor after a bracket.
         (
-            "Python 是一种广泛使用的解释型高级和通用的编程语言。",
-            "Python 是一种广泛使用的解释型高级和通用\n的编程语言。",
-        ),
-        (
             "一二三四五六七八九十一二三四五六七八九十。",
             "一二三四五六七八九十一二三四五六七八九\n十。",
         ),
-        ("- Hello 一二三四五六七八九十一二三四五", " • Hello 一二三四五六七八九十一二三四五"),
         (
             "| a | b |\n|--|--|\n| 一二三四五六七八九十一二三四五六七八九十 | x |",
             " a                                    b\n"
@@ -171,11 +165,7 @@ def test_streaming_any_text(pieces: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("opening", "line"),
-    [
-        ("```python\n", "x = 1\n"),
-        ("", "- an item\n"),
-        ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n"),
-    ],
+    [("```python\n", "x = 1\n"), ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n")],
 )
 def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = MarkdownLines(STYLES, 40)
@@ -185,37 +175,17 @@ def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -
         MarkdownIt, "parse", lambda self, text: (parsed.append(len(text)), parse(self, text))[1]
     )
     changed, most = [], 0
-    for _ in range(200):
+    for _ in range(120):
         changed.append(lines.append(line))
         most = max(most, len(lines.lines) - changed[-1])
-    assert changed[-1] > 130  # the first lines are no longer touched
+    assert changed[-1] > 50  # the first lines are no longer touched
     assert max(parsed) < 80 * len(opening + line)
-    assert most < 80 * max(1, len(lines.lines) // 200)
+    assert most < 80
     streamed = drawn(lines)
     lines.finish()
     assert [row.split() for row in streamed.splitlines()] == [
         row.split() for row in drawn(lines).splitlines()
     ]
-
-
-def test_several_tables() -> None:
-    """Each has its heading and its columns, in a quote, in items of a list and in slices."""
-    small, large = "|a|b|\n|-|-|\n|1|2|\n", "|c|d|e|\n|-|-|-|\n|3|4|5|\n"
-    rows = large + "|6|7|8|\n" * 45
-    quote = "".join(f"> {line}\n" for line in f"{small}\n{large}".splitlines())
-    items = "".join(
-        f"- item\n\n  {each.replace(chr(10), chr(10) + '  ')}\n" for each in [small, large] * 20
-    )
-    for source in (quote, items, f"{rows}\n{small}", f"{rows}\n- {small}"):
-        lines, rest = MarkdownLines(STYLES, 40), source.splitlines(keepends=True)
-        while rest:
-            lines.append("".join(rest[:5]))
-            del rest[:5]
-        streamed = drawn(lines)
-        lines.finish()
-        assert streamed.split() == drawn(lines).split()
-        assert drawn(lines) == whole(source)
-    assert whole(quote).count("c") == whole(quote).count("a") == 1
 
 
 def test_wrapping() -> None:
@@ -236,10 +206,6 @@ STATUS = StatusBar(
 )
 
 
-def metrics(per_pass: float, sources: dict[str, float]) -> Metrics:
-    return Metrics(decode_tok_s=41.2, accepted_per_pass=per_pass, accepted_by_source=sources)
-
-
 @pytest.mark.parametrize(
     ("width", "shown", "dropped"),
     [
@@ -248,7 +214,6 @@ def metrics(per_pass: float, sources: dict[str, float]) -> Metrics:
             ["SmolLM2", "native q4_1", "answering", "41.2 tok/s", "context 312 of 8.2k", "Esc"],
             [],
         ),
-        (60, ["SmolLM2", "answering", "41.2 tok/s"], ["Esc", "q4_1"]),
         (40, ["SmolLM2", "answering"], ["tok/s", "8.2k"]),
         (12, ["answering"], ["SmolLM2"]),
     ],
@@ -262,23 +227,20 @@ def test_footer(width: int, shown: list[str], dropped: list[str]) -> None:
 
 def test_footer_long_name_and_guesses() -> None:
     name = "Qwen3-Coder-30B-A3B-Instruct-1M-UD-Q4_K_XL-imatrix-abliterated.gguf"
-    for width in (80, 100, 120):  # it is cut before what to press and how full the context is
+    for width in (80, 120):  # it is cut before what to press and how full the context is
         line = footer_line(replace(STATUS, model=name), width).plain
         assert "… · answering" in line
-        assert name[:8] in line
         assert "41.2 tok/s · context 312 of 8.2k · Esc stop" in line
         assert len(line) == width
-    assert all("  " in footer_line(STATUS, width).plain.strip() for width in range(50, 130))
     sources = {"model": 0.41, "ngram": 0.18, "said": 0.0}
-    guessing = replace(STATUS, metrics=metrics(2.43, sources))
+    metrics = Metrics(decode_tok_s=41.2, accepted_per_pass=2.43, accepted_by_source=sources)
+    guessing = replace(STATUS, metrics=metrics)
     wide = footer_line(guessing, 130).plain
     assert "guessed 59 %, 2.4 tokens per pass · 41.2 tok/s" in wide
     assert footer_line(guessing, 90).plain == footer_line(STATUS, 90).plain, "it goes first"
-    none_came_true = replace(STATUS, metrics=metrics(1.0, {"ngram": 0.0}))
-    assert footer_line(none_came_true, 130).plain == footer_line(STATUS, 130).plain
 
 
-@pytest.mark.parametrize("width", [30, 60, 100])
+@pytest.mark.parametrize("width", [30, 100])
 def test_loading_line(width: int) -> None:
     progress = Progress("download", 1_500_000_000, 4_000_000_000, "bytes", "model-00001-of-00002")
     line = loading_line(progress, width).plain
@@ -303,7 +265,6 @@ SLOW = {"ceiling_tok_s": 20.0}
 RESIDENT = replace(STREAMED, streamed=False, last_pass=None, passes=None, ssd_read_bytes=None)
 RESIDENT = replace(RESIDENT, token_bytes=97_000_000)
 FLOW = RESIDENT.since(replace(RESIDENT, clock_s=9.0, tokens=0))
-FIRST = PanelData(status=replace(BEFORE, generating=False, metrics=None, last_pass=None))
 BETWEEN = replace(VIEW, status=replace(STREAMED, generating=False), reading=True)
 
 
@@ -312,20 +273,13 @@ BETWEEN = replace(VIEW, status=replace(STREAMED, generating=False), reading=True
     [
         (replace(VIEW, reading=True, percent=52), "Reading prompt 52 %", "41.2 tok/s"),
         (replace(VIEW, status=replace(STREAMED, **SLOW)), "1.8x the 22.9 possible without", ""),
-        (replace(VIEW, status=replace(PLAIN, **SLOW)), "100 % of the 41.2 possible here", ""),
         (replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4)), "39.4 were forecast", ""),
-        (
-            replace(VIEW, status=replace(PLAIN, predicted_tok_s=39.4, streamed=False)),
-            "",
-            "forecast",
-        ),
         (BETWEEN, "Live", "Guessed"),
         (
             PanelData(status=RESIDENT, flow=FLOW),
             "sets the pace, 97 MB per pass, 2.2 GB/s",
             "Last pass",
         ),
-        (FIRST, "No tokens yet", ""),
         (PanelData(), "loading", ""),
     ],
 )
@@ -353,9 +307,7 @@ def test_small_drawings() -> None:
     assert sparkline([0, 1, 2, 4], 3) == "▃▅█"
     assert sparkline([0, 0], 5) == "▁▁"
     assert lane_text(LaneUse("cpu", ((0.0, 0.5),)), 1.0, 4) == "██  "
-    assert lane_text(LaneUse("cpu", ()), 0.0, 3) == "   "
     assert memory_text(MemoryUse(170_000_000, 18_000_000_000)) == "0.2/18 GB"
-    assert memory_text(MemoryUse(5)) == "5 B"
 
 
 @given(st.text(st.sampled_from("ab 字\n"), max_size=60), st.integers(6, 20))

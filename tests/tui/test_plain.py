@@ -17,22 +17,38 @@ import pytest
 from localrt import History
 from localrt.cli import main
 from localrt.client.model import connect
+from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.generation import NO_TOOLS
-from tests.documents.samples import pdf
+from localrt.tui.plain import PlainChat
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
-from tests.tui.conftest import Opening, plain_chat
 from tests.tui.fakes import FakeLoader, FakeModel, call, toolbox
-from tests.tui.test_attachments import Opened, escaped, file_of, parts
+from tests.tui.test_attachments import file_of, parts
 
 Chat = Callable[..., str]
 
 
 @pytest.fixture
 def chat(model: FakeModel, tmp_path: Path) -> Chat:
-    """Run a plain chat over lines of input; what it printed."""
+    """Run a plain chat over lines of input; what it printed. Its conversations are kept."""
 
-    def run(*lines: str, load: Callable[..., Any] | None = None, **arguments: Any) -> str:
-        return plain_chat(load or FakeLoader(model), tmp_path, lines, **arguments)
+    def run(
+        *lines: str,
+        load: Callable[..., Any] | None = None,
+        toolbox: Toolbox | None = None,
+        **arguments: Any,
+    ) -> str:
+        out = io.StringIO()
+        plain = PlainChat(
+            io.StringIO("".join(f"{line}\n" for line in lines)),
+            out,
+            model_name="tiny-model",
+            system=None,
+            options={},
+            history=lambda: History(tmp_path / "history.db"),
+            toolbox=toolbox,
+        )
+        assert plain.run(load or FakeLoader(model), **arguments) == 0
+        return out.getvalue()
 
     return run
 
@@ -113,17 +129,10 @@ def test_ctrl_c(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "terminal", "plain"),
-    [
-        (["--plain"], (False, False), True),
-        ([], (True, False), True),
-        ([], (True, True), False),
-    ],
+    [(["--plain"], (False, False), True), ([], (True, False), True), ([], (True, True), False)],
 )
 def test_plain_or_app(
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    terminal: tuple[bool, bool],
-    plain: bool,
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], terminal: tuple[bool, bool], plain: bool
 ) -> None:
     opened: list[str] = []
     monkeypatch.setattr("sys.stdin.isatty", lambda: terminal[0], raising=False)
@@ -134,29 +143,6 @@ def test_plain_or_app(
     )
     assert main(["chat", *arguments]) == 0
     assert opened == ["plain" if plain else "app"]
-
-
-def test_another_window(opening: Opening, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.tui.plain._OTHERS_SECONDS", 0.01)
-    model = FakeModel(["Yes."])
-    with opening() as other:
-        begun = other.new(model="m")
-        begun.add("user", "First")
-        begun.add("assistant", "One.")
-
-        class Lines(io.StringIO):
-            def readline(self, *size: Any) -> str:
-                line = super().readline(*size)
-                if line:
-                    conversation = other.open(other.list()[0].id)
-                    conversation.add("user", "Second")
-                    conversation.add("assistant", "Two.")
-                return line
-
-        load = FakeLoader(model)
-        printed = plain_chat(load, tmp_path, ["Third"], resume=True, source=Lines)
-    assert "Written in another window:\nYou: Second\nModel: Two.\n" in printed
-    assert model.given() == ["First", "One.", "Second", "Two.", "Third"]
 
 
 # -- tools -----------------------------------------------------------------------------------------
@@ -181,19 +167,8 @@ def test_calls(model: FakeModel, chat: Chat) -> None:
     assert model.given("tool") == ["milk", "The user did not allow this call.", "a\nb"]
 
 
-def test_always_and_end_of_input(model: FakeModel, chat: Chat) -> None:
-    tools, servers = toolbox()
-    model.calls = [[call("read_file", path="a")], [call("read_file", path="b")], [call("delete")]]
-    text = chat("Go", "a", toolbox=tools)
-    assert text.count("Run it?") == 2
-    assert [name for name, _ in servers.called] == ["read_file", "read_file"]
-    assert model.given("tool")[-1] == "The user did not allow this call."
-
-
-def test_no_tools(model: FakeModel, chat: Chat) -> None:
-    """The model takes none, or its server refuses them."""
-    model.takes_tools = False
-    assert chat("One", "Two", toolbox=toolbox()[0]).count(NO_TOOLS) == 1
+def test_no_tools(chat: Chat) -> None:
+    """The server refuses them."""
 
     def reply(asked: Asked, connection: Any) -> bytes:
         if "tools" in asked.body:
@@ -212,46 +187,17 @@ def test_no_tools(model: FakeModel, chat: Chat) -> None:
 # -- files -----------------------------------------------------------------------------------------
 
 
-def test_pictures(model: FakeModel, tmp_path: Path) -> None:
+def test_pictures(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
     photo, data = tmp_path / "my photo.png", file_of()
     photo.write_bytes(data)
     seeing = FakeModel(sees=True)
-    lines = [
-        f'What is in @"{photo}"?',
-        f"/attach {photo}",
-        "And this?",
-        f"{escaped(photo)} again",
-        "/show",
-    ]
-    out = plain_chat(FakeLoader(seeing), tmp_path, lines)
+    lines = [f'What is in @"{photo}"?', f"/attach {photo}", "And this?"]
+    out = chat(*lines, load=FakeLoader(seeing))
     sent = [seen.messages[-1]["content"] for seen in seeing.seen]
-    assert sent == [
-        parts("What is in ", data, "?"),
-        parts(data, " And this?"),
-        parts(data, " again"),
-    ]
+    assert sent == [parts("What is in ", data, "?"), parts(data, " And this?")]
     assert "my photo.png is attached to the next message." in out
-    assert out.count("Picture: my photo.png, 8 x 4, 64 tokens") == 6
-    lines = [f'What is in @"{photo}"?', "", f"/attach {photo}", "/retry"]
-    out = plain_chat(FakeLoader(model), tmp_path, lines)
+    assert out.count("Picture: my photo.png, 8 x 4, 64 tokens") == 2
+    out = chat(f'What is in @"{photo}"?', "")
     said = "Error: tiny-model cannot see pictures: the message was not sent"
     assert f"{said}; an empty line sends it without them" in out
-    assert out.count(said) == 2
-    sent = [seen.messages[-1]["content"] for seen in model.seen]
-    assert sent == ["What is in my photo.png?"] * 2
-
-
-def test_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    monkeypatch.chdir(tmp_path)
-    Path("short.pdf").write_bytes(pdf("One", ""))
-    pages = (f"Page about topic{n}. " + "More words here. " * 20 for n in range(40))
-    Path("long.pdf").write_bytes(pdf(*pages))
-    model, embedder = FakeModel(ctx=1000), Opened("m")
-    lines = ["/attach short.pdf", "What is it?", "@long.pdf More about topic17?"]
-    text = plain_chat(FakeLoader(model), tmp_path, lines, embedder=embedder)
-    short, long = model.given("user")
-    assert short.startswith("short.pdf:\n```\n[page 1]\nOne")
-    assert "[long.pdf, page 18]\nPage about topic17." in long
-    assert "long.pdf does not fit the context: the model gets" in text
-    assert (embedder.embedded, embedder.closed) == (40 + 1, 1)
+    assert [seen.messages[-1]["content"] for seen in model.seen] == ["What is in my photo.png?"]

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
@@ -20,7 +18,7 @@ from localrt.mcp.config import read_servers
 from localrt.tui import ChatApp
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.conversation.state import Defaults, Session
-from localrt.tui.keys import chosen_keys, read_key
+from localrt.tui.keys import chosen_keys
 from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
 from localrt.tui.screens.dialogs import Ask, HelpScreen
 from localrt.tui.screens.settings import PickTheme, SettingsScreen
@@ -30,8 +28,8 @@ from tests.conftest import needs_links
 from tests.mcp.test_config import GOOD as SERVERS
 from tests.mutations import is_line
 from tests.tui import screen
-from tests.tui.conftest import asked, running, until
-from tests.tui.fakes import FakeLoader, FakeModel
+from tests.tui.conftest import running, until
+from tests.tui.fakes import FakeModel
 
 DEFAULTS = {"new": "ctrl+n", "conversations": "ctrl+o", "mark": "alt+up,ctrl+up"}
 
@@ -88,8 +86,8 @@ def test_bad_values(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["theme = ", "\x00", f"a = {'9' * 5000}", "a = " + "[" * 9999],
-    ids=["no value", "a byte", "many digits", "deep"],
+    ["theme = ", f"a = {'9' * 5000}", "a = " + "[" * 9999],
+    ids=["no value", "many digits", "deep"],
 )
 def test_bad_file(tmp_path: Path, text: str) -> None:
     file = config(tmp_path, text)
@@ -117,15 +115,6 @@ def test_changes_keep_comments(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
 
 
-def test_a_file_of_windows(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_bytes(b"\xef\xbb\xbfpanel = true\r\n# mine\r\n")
-    file = PreferencesFile(tmp_path)
-    assert file.load().panel
-    file.change({"theme": "nord"})
-    assert "# mine" in (tmp_path / "config.toml").read_text("utf-8")
-    assert (file.load().panel, file.load().theme, file.notes) == (True, "nord", ())
-
-
 @needs_links
 def test_settings_that_are_a_link(tmp_path: Path) -> None:
     """As of people who keep their settings in a repository."""
@@ -150,9 +139,7 @@ def test_presets(tmp_path: Path) -> None:
     assert [preset.name for preset in presets.list()] == ["Ähnlich"]
     with pytest.raises(OptionError, match="available: Ähnlich"):
         presets.find("Review")
-    presets.save(Preset("Windows", "Be brief.\r\nBe kind."))
-    assert presets.find("Windows").system == "Be brief.\r\nBe kind."
-    for bad in (Preset("", "x"), Preset("a\nb", "x"), Preset("x", "", {"k": 1})):
+    for bad in (Preset("a\nb", "x"), Preset("x", "", {"k": 1})):
         with pytest.raises(OptionError):
             presets.save(bad)
     presets.path.write_text("good = {seed = 1}\nbad = {sed = 1}\nworse = 3\n")
@@ -167,26 +154,12 @@ def test_presets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "key"),
-    [
-        ("Ctrl+L", "ctrl+l"),
-        ("F6", "f6"),
-        ("Esc", "escape"),
-        *[(bad, None) for bad in ("ctrl+", "foo+l", "f99")],
-    ],
-)
-def test_read_key(said: str, key: str | None) -> None:
-    assert read_key(said) == key
-
-
-@pytest.mark.parametrize(
     ("chosen", "said"),
     [
         ({"nwe": "ctrl+l"}, "did you mean new?"),
         ({"new": "ctrl+nonsense"}, "is not a key"),
         ({"new": "x"}, "for typing"),
         ({"new": "ctrl+q"}, "cannot be reassigned"),
-        ({"new": []}, "is not a key"),
         ({"new": "ctrl+o"}, "ctrl+o belongs to conversations: new keeps ctrl+n"),
     ],
 )
@@ -197,24 +170,11 @@ def test_refused_keys(chosen: dict[str, Any], said: str) -> None:
     assert said in note
 
 
-@given(
-    st.dictionaries(
-        st.sampled_from([*DEFAULTS, "other"]),
-        st.lists(
-            st.sampled_from(["ctrl+n", "ctrl+o", "alt+up", "ctrl+up", "f6", "x", "bad"]), max_size=3
-        ),
-    )
-)
-def test_keys_unique(chosen: dict[str, Any]) -> None:
+def test_chosen_keys() -> None:
     several = {"new": "Ctrl+L, F6", "mark": ["alt+k"]}
     assert chosen_keys(several, DEFAULTS) == ({"new": "ctrl+l,f6", "mark": "alt+k"}, [])
     swapped = {"new": "ctrl+o", "conversations": "ctrl+n"}
     assert chosen_keys(swapped, DEFAULTS) == (swapped, [])
-    keymap, _ = chosen_keys(chosen, DEFAULTS)
-    keys: dict[str, str] = {}
-    for action, default in DEFAULTS.items():
-        for key in keymap.get(action, default).split(","):
-            assert keys.setdefault(key, action) == action
 
 
 # -- in the app ------------------------------------------------------------------------------------
@@ -252,44 +212,22 @@ async def test_preferences(tmp_path: Path) -> None:
         await screen.say(pilot, "/preset review")
         assert model.last_chat.options == {"seed": 3}
         assert model.last_chat.system == "You review."
-        await screen.say(pilot, "/preset nothing")
-        assert "available: Review" in screen.notices(app, "error")[-1]
-
         await screen.say(pilot, "/adapter")
         assert screen.notices(app)[-1].split() == ["style", "facts"]
         await screen.say(pilot, "/adapter facts")
         assert "+facts" in screen.notices(app)[-1]
         assert model.last_chat.options["adapter"] == "facts"
-        await screen.say(pilot, "/adapter")
-        assert "> facts" in screen.notices(app)[-1]
         await screen.say(pilot, "/adapter none")
         assert "+" not in screen.notices(app)[-1]
 
 
-async def test_bad_preferences(tmp_path: Path) -> None:
-    text = 'theme = "mauve"\n[keys]\nnwe = "ctrl+l"\nnew = "q"\n'
-    config(tmp_path, text)
-    async with running(FakeModel(), size=(100, 30), config=tmp_path) as (app, pilot):
-        told = screen.notices(app, "error")
-        assert len(told) == 3
-        assert "No theme 'mauve'" in told[0]
-        assert "did you mean new?" in told[1]
-        assert "is for typing" in told[2]
-        await asked(pilot, "Hi")
-    assert (tmp_path / "config.toml").read_text("utf-8") == text
-
-
 @asynccontextmanager
-async def settings(
-    folder: Path, *, loaded: bool = True
-) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
+async def settings(folder: Path) -> AsyncIterator[tuple[ChatApp, Pilot[None]]]:
     """The app with its settings open."""
-    loader = FakeLoader(FakeModel(), held=not loaded)
-    async with running(loader, size=(100, 30), ready=loaded, config=folder) as (app, pilot):
+    async with running(FakeModel(), size=(100, 30), config=folder) as (app, pilot):
         await pilot.press("f5")
         await until(pilot, lambda: isinstance(app.screen, SettingsScreen) and len(rows(app)) > 1)
         yield app, pilot
-        loader.gate.set()
 
 
 def session(app: ChatApp) -> Session:
@@ -329,11 +267,7 @@ async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with settings(tmp_path) as (app, pilot):
         for name in OPTIONS:
             assert row(app, name)
-        assert "0.2 (default)" in row(app, "temperature")
         assert "40 (default)" in row(app, "top_k")  # the library's own
-        await choose(pilot, app, "Theme", "home")
-        assert "Colours" in str(app.screen.query_one("#help", Static).render())
-
         await choose(pilot, app, "temperature")
         assert isinstance(app.screen, Ask)
         await typed(pilot, "0.7")
@@ -342,17 +276,14 @@ async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "default" not in row(app, "temperature")
         await choose(pilot, app, "temperature", "delete")
         assert session(app).chat.options == {}
-        assert "0.2 (default)" in row(app, "temperature")
 
         # What is wrong is said where it was typed.
-        for name, value in (("temperature", "hot"), ("top_p", "7"), ("seed", "-1")):
-            await choose(pilot, app, name)
-            await typed(pilot, value)
-            assert isinstance(app.screen, Ask)  # asked again
-            assert name in problem(app)
-            assert session(app).chat.options == {}
-            await pilot.press("escape")
-            assert isinstance(app.screen, SettingsScreen)
+        await choose(pilot, app, "top_p")
+        await typed(pilot, "7")
+        assert isinstance(app.screen, Ask)  # asked again
+        assert "top_p" in problem(app)
+        assert session(app).chat.options == {}
+        await pilot.press("escape")
 
         # A system prompt of several lines.
         await choose(pilot, app, "System prompt")
@@ -368,8 +299,6 @@ async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         session(app).set("temperature 0.3")
         session(app).system("You review code.")
         await choose(pilot, app, "Save as a preset")
-        await typed(pilot, "")
-        assert "1 to 60 characters" in problem(app)
         await typed(pilot, "Review")
         assert app.state.presets.find("Review") == Preset(
             "Review", "You review code.", {"temperature": 0.3}
@@ -394,19 +323,13 @@ async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         loaded = app.preferences.load()
         assert (dict(loaded.options), loaded.system) == ({"temperature": 0.3}, "Be brief.")
         assert app.state.defaults == Defaults("Be brief.", {"temperature": 0.3})
-        app.state.new()
-        assert app.state.conversation.system == "Be brief."
-        assert dict(app.state.conversation.options) == {"temperature": 0.3}
         await choose(pilot, app, "Begin with defaults")
-        assert dict(app.preferences.load().options) == {}
         assert app.state.defaults == Defaults()
 
         # The panel and the keys.
         await choose(pilot, app, "Live panel")
         assert app.chat.panel.is_open
-        assert "open" in row(app, "Live panel")
         assert "Ctrl+N" in row(app, "New conversation  ")
-        assert any("config.toml" in row.replace("\n  ", "") for row in rows(app))
 
         # A theme is shown before it is taken.
         before = app.theme
@@ -425,10 +348,3 @@ async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert offered(app)[:2] == ["localrt-dark", "localrt-light"]
         monkeypatch.setattr(type(app.console), "color_system", property(lambda self: "standard"))
         assert offered(app) == ["ansi-dark", "ansi-light"]
-
-
-async def test_screen_while_loading(tmp_path: Path) -> None:
-    async with settings(tmp_path, loaded=False) as (app, pilot):
-        await choose(pilot, app, "temperature")
-        await typed(pilot, "0.5")
-        assert "still loading" in problem(app)

@@ -21,7 +21,6 @@ from textual.message import Message
 
 from localrt import History, Turn
 from localrt.tui.terminal import PasteParser, Writer, copied_by_tool, keep_draft
-from tests.real_models import real_model
 from tests.waits import wait_for
 
 if os.name != "nt":
@@ -155,10 +154,8 @@ def kept_answer(folder: Path) -> str:
     ("name", "status"),
     [
         ("SIGTERM", 143),
-        pytest.param("SIGHUP", 129, marks=slow),
-        pytest.param("SIGQUIT", 131, marks=slow),
         pytest.param("SIGSEGV", -11, marks=slow),
-        ("SIGKILL", -9),
+        pytest.param("SIGKILL", -9, marks=slow),
     ],
 )
 def test_signals(name: str, status: int, tmp_path: Path) -> None:
@@ -210,34 +207,6 @@ def test_a_lost_terminal_holds_nobody_up() -> None:
     writer.stop()
 
 
-FLOOD = """
-from pathlib import Path
-from localrt.tui.chat.screen import ChatScreen
-def flood(self):
-    Path("{mark}").touch()
-    for _ in range(1000):
-        self.app._driver.write("x" * 4096)
-ChatScreen.action_panel = flood
-"""
-
-
-@slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (1, 129)])
-def test_a_terminal_that_does_not_read(number: int, status: int, tmp_path: Path) -> None:
-    """Nobody waits for it; it is restored once it reads again."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack, FLOOD.format(mark=tmp_path / "mark"))
-        shell.answer("a draft")
-        shell.type(F3)
-        wait_for((tmp_path / "mark").exists)
-        os.kill(shell.app, number)
-        assert shell.status == status
-        wait_for(lambda: not shell.modes & MODES)
-        wait_for(lambda: termios.tcgetattr(shell.slave) == shell.before)
-    assert kept_answer(tmp_path) == "A whole sentence."
-    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
-
-
 BREAKS = """
 from localrt.tui.chat.bars import Footer
 from localrt.tui.chat.screen import ChatScreen
@@ -249,20 +218,14 @@ async def work(screen):
 """
 
 
+@slow
 @pytest.mark.parametrize(
     "broken",
     [
-        pytest.param("fail", id="handler"),
-        pytest.param(
-            "lambda self: self.set_timer(0.001, lambda: fail(self))", marks=slow, id="timer"
-        ),
-        pytest.param("lambda self: self.run_worker(work(self))", marks=slow, id="worker"),
-        pytest.param(
-            "lambda self: (setattr(Footer, 'render', fail), self.footer.refresh())",
-            marks=slow,
-            id="render",
-        ),
+        "lambda self: self.run_worker(work(self))",
+        "lambda self: (setattr(Footer, 'render', fail), self.footer.refresh())",
     ],
+    ids=["worker", "render"],
 )
 def test_crash(broken: str, tmp_path: Path) -> None:
     keep_draft(tmp_path / DATA, "what was written: ")
@@ -291,47 +254,6 @@ def test_crash(broken: str, tmp_path: Path) -> None:
     assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "secret word"
 
 
-REAL = """
-import sys
-from localrt.cli import main
-sys.exit(main(["chat", {model!r}, "--seed", "1", "--max-tokens", "2000"]))
-"""
-
-
-@slow
-@pytest.mark.real
-def test_the_command(tmp_path: Path) -> None:
-    """On a real model: typed before it has opened, killed in an answer."""
-    app = REAL.replace("{model!r}", repr(str(real_model("smollm2"))))
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack, app=app)
-        shell.type("Hello\r")
-        wait_for(lambda: len(kept(tmp_path)) == 2 and bool(kept_answer(tmp_path)), 120)
-        shell.type("\x1b")
-        wait_for(lambda: kept(tmp_path)[-1].state != "writing")
-        shell.type("/set ignore_eos true\r")
-        wait_for(lambda: shell.shows("ignore_eos = true"))
-        shell.type("Count from one to five hundred.\r")
-        wait_for(lambda: shell.shows("answering"))
-        shell.type("\x0f")
-        wait_for(lambda: shell.shows("4 turns"))
-        wait_for(lambda: bool(kept_answer(tmp_path)), 120)
-        os.kill(shell.app, signal.SIGKILL)
-        assert shell.status == -9
-    *_, user, answer = kept(tmp_path)
-    assert user.content == "Count from one to five hundred."
-    assert answer.state == "cut"
-    with ExitStack() as stack:  # without a screen
-        shell = Shell(tmp_path, stack, term="dumb", app=app)
-        wait_for(lambda: shell.shows("You:"), 120)
-        shell.type("/set ignore_eos true\nCount from one to five hundred.\n")
-        wait_for(lambda: shell.read().count(b"\n") > 9, 120)  # of an answer
-        os.kill(shell.app, signal.SIGINT)
-        wait_for(lambda: shell.shows("(stopped)"))
-        shell.type("/quit\n")
-        assert shell.status == 0
-
-
 # -- what arrives ----------------------------------------------------------------------------------
 
 
@@ -358,11 +280,9 @@ def messages(parser: PasteParser, *reads: str) -> list[tuple[str, str | None]]:
     "text",
     [
         "",
-        "plain\ttext",
         "\x1b[31mred\x1b[0m line\rsecond",
         "one\x1b[106;5utwo\x1b[27;5;109~three",
         "up \x1b[A, alone \x1b, twice \x1b\x1b, at the end \x1b",
-        "\x1b" + "0" * 32 + "]2;title",
         "half an end \x1b[201, \x1b[20",
         "a mark \x1b[200~ again",
     ],
@@ -377,11 +297,7 @@ def test_paste_is_whole_wherever_reads_end(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("rest", "text"),
-    [
-        ("ls\r", "ls\r"),
-        (f"\r{START}two", "\rtwo"),
-        (f"\x1b[13u{END}{START}{END}\x03", "\x1b[13u\x03"),
-    ],
+    [(f"\r{START}two", "\rtwo"), (f"\x1b[13u{END}{START}{END}\x03", "\x1b[13u\x03")],
 )
 def test_an_end_mark_within_a_paste(rest: str, text: str) -> None:
     """What follows it is not obeyed, wherever reads end."""
@@ -390,21 +306,6 @@ def test_an_end_mark_within_a_paste(rest: str, text: str) -> None:
         found = messages(PasteParser(), data[:place], data[place:])
         assert {kind for kind, _ in found} == {"Paste"}
         assert "".join(pasted or "" for _, pasted in found) == f"one{text}"
-
-
-def test_pause_within_a_mark(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than Textual waits for the rest of an escape sequence."""
-    now = 0.0
-    monkeypatch.setattr("textual._parser.get_time", lambda: now)
-    parser = PasteParser()
-    for read in ("\x1b[2", "00", "~text", "\x1b", "[2", "01~"):
-        found = messages(parser, read)
-        now += 1.0
-        assert list(parser.tick()) == []
-    assert found == [("Paste", "text")]
-    assert messages(parser, "\x1b") == []
-    now += 1.0
-    assert [getattr(event, "key", "") for event in parser.tick()] == ["escape"]
 
 
 ABC, STOPS, X = ("Paste", "abc"), ("Paste", ""), ("Key", "x")
@@ -416,20 +317,12 @@ OPEN = f"{START}abc"
     [
         ([OPEN, 9, "x"], [ABC, STOPS, X]),
         ([OPEN, 9, "\x03"], [ABC, STOPS, ("Key", "ctrl+c")]),
-        ([OPEN, 9, "\x1b[99;5u"], [ABC, STOPS, ("Key", "ctrl+c")]),
         ([OPEN, 9, LEFT, "x"], [ABC, STOPS, ("Key", "left"), X]),
-        ([OPEN, 9, "\x1b[<0;3;4M", "x"], [ABC, STOPS, ("MouseDown", None), X]),
         ([OPEN, 9, f"{START}d{END}"], [ABC, STOPS, ("Paste", "d")]),
         ([OPEN, 9, f"def{END}x"], [ABC, ("Paste", "def"), X]),
-        ([OPEN, 9, "def\r", f"g{END}"], [ABC, ("Paste", "def\rg")]),
         ([OPEN, 9, END, "x"], [ABC, STOPS, X]),
         ([f"{OPEN}\x1b[2", 9, "01~", "x"], [ABC, STOPS, X]),
-        ([f"{OPEN}\x1b[2", 9, f"0{END}", "x"], [ABC, ("Paste", "\x1b[20"), X]),
-        ([START, 9, "x"], [STOPS, X]),
         ([OPEN, 9, "\x1b", 9, "[201~", "x"], [ABC, STOPS, X]),
-        ([OPEN, 9, "\x1b[", 9, "201~", "x"], [ABC, STOPS, X]),
-        ([OPEN, 9, "\x1bf"], [ABC, STOPS, ("Key", "ctrl+right")]),
-        ([OPEN, 9, "["], [ABC, STOPS, ("Key", "left_square_bracket")]),
         ([OPEN, 9, "\x1bOR"], [ABC, STOPS, ("Key", "f3")]),
         ([f"{START}ab", 1, "c", 1, END, "x"], [ABC, X]),
         ([f"{START}a", 1, "\x03", 1, LEFT, 1, END], [("Paste", f"a\x03{LEFT}")]),
@@ -452,35 +345,6 @@ def test_paste_without_its_end(
     assert found == expected
 
 
-LOG_TEXT = "\ufffd[31mred\ufffd[0m line\nsecond\ufffd]2;PWNED\ufffd\ufffd52;c;eA==\ufffd\nthird"
-LOG = "\x1b[31mred\x1b[0m line\rsecond\x1b]2;PWNED\x07\x9d52;c;eA==\x9c\x1b[106;5uthird"
-
-
-@slow
-def test_pastes_in_a_terminal(tmp_path: Path) -> None:
-    """They arrive whole, and the terminal gets none of their control characters; one that has no
-    end is ended by a key."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack, "import localrt.tui.terminal as t; t._PAUSE = 0.2")
-        wait_for(lambda: "2004" in shell.modes and shell.shows("Message (/ for commands"))
-        shell.type("> ")
-        wait_for(lambda: shell.shows("> "))
-        before = len(shell.read())
-        for number, size in enumerate((len(LOG), len(LOG) // 3 + 1, 1)):
-            shell.type(START)
-            for start in range(0, len(LOG), size):
-                shell.type(LOG[start : start + size])
-            shell.type(f"{END}{number}.")
-            wait_for(lambda number=number: shell.shows(f"{number}."))  # type: ignore[misc]
-        shell.type(f"{START}pasted")
-        wait_for(lambda: shell.shows("pasted"))
-        shell.type("!")
-        wait_for(lambda: shell.shows("!"))
-        written = shell.read()[before:]
-        assert shell.ended() == f"> {LOG_TEXT}0.{LOG_TEXT}1.{LOG_TEXT}2.pasted!"
-    assert not any(each in written for each in (b"\x1b]2;PWNED", b"\x07", "\x9d".encode()))
-
-
 EARLY = f"ab{DEL}c{START}one\rtwo{END}{LEFT}x\x1b[O"
 SLOW = """
 import time
@@ -494,7 +358,6 @@ ChatScreen.on_mount = lambda self: (time.sleep(1), mount(self))[1]
     ("mode", "broken", "term"),
     [
         ("", SLOW, "xterm"),
-        pytest.param("1049", "", "xterm", marks=slow),
         pytest.param("2004", SLOW, "xterm", marks=slow),
         # It is asked before whether it draws pictures.
         pytest.param("", "", "xterm-kitty", marks=slow),
@@ -516,18 +379,6 @@ def test_what_comes_before_the_first_screen(
         assert shell.ended() == "acone\ntwx!o".replace("one\n", line and "one\n")
 
 
-@slow
-def test_lines_typed_before_the_start(tmp_path: Path) -> None:
-    """Their Enter, which the terminal makes a line feed by then, sends them."""
-    with ExitStack() as stack:
-        shell = Shell(tmp_path, stack)
-        shell.type("Hi\rmore\rand")
-        wait_for(lambda: shell.shows("A whole sentence.") and shell.shows("1 message waits"))
-        shell.type("!")
-        wait_for(lambda: shell.shows("!"))
-        assert shell.ended() == "more\n\nand!"
-
-
 # -- the clipboard ---------------------------------------------------------------------------------
 
 TEXT = "日本語 e\u0301 " * 30_000
@@ -545,20 +396,12 @@ ENDS = {
     ("tools", "variables", "taken"),
     [
         ("tmux wl-copy", TMUX | WAYLAND, "tmux"),
-        ("tmux", TMUX | SSH, "tmux"),
         ("wl-copy xclip", WAYLAND | X11, "wl-copy"),
-        ("xclip xsel", X11, "xclip"),
         ("xsel", X11, "xsel"),
-        ("pbcopy", {}, "pbcopy"),
         ("clip.exe", {}, "clip.exe"),
         ("xclip pbcopy", X11 | SSH, None),
-        ("xclip wl-copy", {}, None),
-        ("", X11 | TMUX, None),
-        ("xclip:fails", X11, None),
         ("xclip:hangs", X11, None),
-        ("xclip:fails xsel", X11, "xsel"),
         ("tmux:fails xclip", TMUX | X11, "xclip"),
-        ("tmux:fails xclip", TMUX | SSH | X11, None),
     ],
 )
 def test_tools(
@@ -588,15 +431,3 @@ def test_tools(
     if taken:
         encoding = "utf-16" if taken == "clip.exe" else "utf-8"
         assert (tmp_path / f"{taken}.got").read_bytes().decode(encoding) == TEXT
-
-
-@pytest.mark.skipif(shutil.which("tmux") is None, reason="needs tmux")
-def test_tmux(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tmux = ["tmux", "-S", str(tmp_path / "socket")]
-    subprocess.run([*tmux, "-f", "/dev/null", "new-session", "-d", "sleep 60"], check=True)
-    try:
-        monkeypatch.setenv("TMUX", f"{tmp_path / 'socket'},1,0")
-        assert copied_by_tool(TEXT)
-        assert subprocess.check_output([*tmux, "show-buffer"]).decode() == TEXT
-    finally:
-        subprocess.run([*tmux, "kill-server"], check=False)

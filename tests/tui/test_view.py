@@ -1,28 +1,34 @@
-"""The conversation on screen: what is followed, copied, found, and that long ones stay cheap."""
+"""The conversation on screen: what is followed, copied, found; pictures of it.
+
+`pytest tests/tui/test_view.py --snapshot-update` draws the pictures again.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 from rich.style import Style
-from textual.app import App
 from textual.events import MouseScrollUp
+from textual.pilot import Pilot
 from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import FindBar
-from localrt.tui.chat.blocks import GUTTER, AnswerBlock, TurnBlock, UserTurn
+from localrt.tui.chat.blocks import GUTTER, AnswerBlock, UserTurn
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
 from tests.tui import screen
-from tests.tui.conftest import SIZE, asked, running, until
-from tests.tui.fakes import STREAMED, FakeModel, WatchedModel
+from tests.tui.conftest import app_for, asked, running, until
+from tests.tui.fakes import STREAMED, VIEW, FakeLoader, FakeModel, WatchedModel
 from tests.tui.screen import idle
+from tests.tui.test_drawing import DOCUMENT
 
 
 async def test_thinking() -> None:
@@ -54,10 +60,6 @@ async def test_copying(model: FakeModel) -> None:
     async with running(model) as (app, pilot):
         await pilot.press("alt+c")
         assert "nothing to copy" in screen.hint(app)
-        await screen.say(pilot, "/export")
-        await until(pilot, lambda: "nothing to export" in screen.shown(app))
-        await pilot.press("ctrl+s")
-        assert "/export saves one to a file" in screen.hint(app)
         await asked(pilot, "Hi")
         await pilot.press("alt+c")
         assert app.clipboard == CODE
@@ -68,26 +70,6 @@ async def test_copying(model: FakeModel) -> None:
         assert app.clipboard == "a = 1\n"
         await pilot.press("alt+up", "alt+up", "alt+c")
         assert app.clipboard == "Hi"
-
-
-@pytest.mark.parametrize(
-    ("copied", "said"), [(True, "Copied"), (False, "Perhaps copied (if not, use /export):")]
-)
-async def test_what_is_said_of_a_copy(
-    copied: bool, said: str, model: FakeModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That it is copied once a tool has done it; the terminal's own sequence may do nothing."""
-    model.answer = ["```\n\n```\n\n```python\none line\n```"]
-    async with running(model) as (app, pilot):
-        await asked(pilot, "Hi")
-        monkeypatch.setattr("localrt.tui.app.copied_by_tool", lambda text: copied)
-        sent = list[str]()
-        monkeypatch.setattr(App, "copy_to_clipboard", lambda app, text: sent.append(text))
-        await pilot.press("alt+y")
-        hint = f"{said} code block: python, 1 line"
-        await until(pilot, lambda: screen.hint(app).strip() == hint)
-        assert app.clipboard == "one line\n"
-        assert sent == ([] if copied else ["one line\n"])
 
 
 async def test_mouse() -> None:
@@ -149,67 +131,6 @@ async def test_follow() -> None:
         assert view.follows
 
 
-class Counted(UserTurn):
-    """Counts how often it is laid out."""
-
-    laid = 0
-
-    def lay_out(self, width: int, looks: object) -> list:  # type: ignore[type-arg, override]
-        Counted.laid += 1
-        return super().lay_out(width, looks)  # type: ignore[arg-type]
-
-
-async def test_long_conversations(model: FakeModel) -> None:
-    Counted.laid = 0
-    async with running(model) as (app, pilot):
-        # Only what is in sight is laid out.
-        view = screen.conversation(app)
-        blocks: list[TurnBlock] = [Counted(f"turn {n}\n" + "x" * (n % 200)) for n in range(3000)]
-        view.add(*blocks)
-        await pilot.pause()
-        assert "turn 2999" in screen.shown(app)
-        assert Counted.laid < 60
-        for _ in range(15):
-            await pilot.press("pageup")
-            assert "turn" in screen.shown(app)
-        assert Counted.laid < 300
-
-        # Estimates never move what is read.
-        view.clear()
-        # Markdown whose height is hard to guess.
-        text = "# {0}\n- a\n- b\n\n\n\n| a |\n|-|\n| {0} |"
-        blocks = [AnswerBlock(text.format(n)) for n in range(80)]
-        view.add(*blocks)
-        await pilot.pause()
-        for _ in range(30):
-            before = screen.shown(app).splitlines()
-            view.scroll_up(animate=False, immediate=True)
-            await pilot.pause()
-            after = screen.shown(app).splitlines()
-            same = [line for line in before[: SIZE[1] - 8] if line]
-            assert [line for line in after if line][-len(same) :][:3] == same[:3] or any(
-                after[k : k + 6] == before[:6] for k in range(4)
-            )
-        await pilot.press("ctrl+home")
-        await until(pilot, lambda: view.scroll_y == 0)
-        assert screen.shown(app).splitlines()[0] == "0"
-        await pilot.press("ctrl+end")
-        await until(pilot, lambda: "79" in screen.shown(app))
-        assert view.follows
-
-        # Who scrolls up as it follows stays there.
-        view.scroll_to(y=20, animate=False, immediate=True)
-        await pilot.pause()
-        view.follow()
-        view.scroll_to(y=19, animate=False, immediate=True)
-        refreshed: list[bool] = []
-        view.call_after_refresh(refreshed.append, True)
-        await until(pilot, lambda: bool(refreshed))
-        assert (round(view.scroll_y), view.follows) == (19, False)
-        view.follow()
-        await until(pilot, lambda: round(view.scroll_y) == view.max_scroll_y)
-
-
 async def test_resize_keeps_place(model: FakeModel) -> None:
     text = "\n\n".join(
         f"In chapter {n}, " + " ".join(f"word{n}.{k}" for k in range(90)) for n in range(12)
@@ -248,17 +169,15 @@ async def test_sizes(model: FakeModel) -> None:
         await pilot.press("escape")
         assert screen.composer(app).text == "draft"
         screen.composer(app).put("")
-        for size in ((30, 8), (60, 12), (200, 60)):
+        for size in ((30, 8), (200, 60)):
             await pilot.resize_terminal(*size)
             await asked(pilot, "Hi " * 30)
             assert "Hello there." in screen.shown(app), size
-            await pilot.press("f1")
-            await pilot.press("escape", "ctrl+o", "escape", "/")
+            await pilot.press("/")
             assert screen.menu(app)
             screen.composer(app).put("")
         # The palette has every action.
         commands = {command.title: command for command in app.get_system_commands(app.screen)}
-        assert "New conversation" in commands
         await commands["List, search and open conversations"].callback()
         await pilot.pause()
         assert app.screen is not app.chat
@@ -277,7 +196,7 @@ async def test_without_colour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         await asked(pilot, f"@{tmp_path / 'a.png'}")
         assert "a.png, 8 x 4" in screen.shown(app)
         assert "▀" not in screen.shown(app)
-        for keys in ([], ["/", "down"], ["escape", "ctrl+f", "t"], ["f5"], ["escape", "ctrl+p"]):
+        for keys in ([], ["/", "down"], ["escape", "ctrl+f", "t"]):
             await pilot.press(*keys)
             if keys:  # the row, the match or the option that is chosen is told apart all the same
                 await until(pilot, lambda: any(s.reverse or s.underline for s in styles()))
@@ -301,9 +220,7 @@ async def test_panel(tmp_path: Path) -> None:
     assert "panel" not in (tmp_path / "config.toml").read_text("utf-8")
     async with running(FakeModel(), size=(100, 30)) as (app, pilot):  # it can keep nothing
         await pilot.press("f3")
-        app.remember(theme="nord")
         await until(pilot, lambda: panel(app).region.x > 0)
-        assert screen.notices(app, "error") == []
         await pilot.resize_terminal(60, 24)
         await until(pilot, lambda: panel(app).region.x == 0)
         assert panel(app).region.height < 10
@@ -386,9 +303,6 @@ async def test_find(model: FakeModel) -> None:
         assert highlighted(app) == []
         await pilot.press("enter", "escape")
         assert not bar.display
-        await pilot.press(*"Hi")
-        assert screen.composer(app).text == "Hi"
-        screen.composer(app).put("")
 
         # A match over two lines.
         await pilot.resize_terminal(60, 24)
@@ -410,41 +324,42 @@ async def test_find(model: FakeModel) -> None:
         await until(pilot, lambda: highlighted(app) == ["[penguin]"])
         model.release()
         await until(pilot, lambda: highlighted(app) == ["[penguin]", "penguin"])
-        await pilot.press("f3")  # wraps anew
-        await until(pilot, lambda: highlighted(app) == ["[penguin]", "penguin"])
 
 
-async def test_find_in_other_scripts(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        for answer, words, found in (
-            ("Python " + "一二三四五六七八九十" * 8, "九十一二", "1 of 7"),  # over ends of lines
-            ("The café 한 x", "cafe\u0301 \u1112\u1161\u11ab", "1 of 1"),
-            ("The cafe\u0301 \u1112\u1161\u11ab x", "café 한", "1 of 1"),
-        ):
-            screen.conversation(app).clear()
-            screen.conversation(app).add(AnswerBlock(answer))
-            app.query_one(FindBar).open(words)
-            await until(pilot, lambda found=found: count(app) == found)
-            assert len(highlighted(app)) >= int(found[-1])
-            await pilot.press("escape")
+# -- pictures --------------------------------------------------------------------------------------
+
+Compare = Callable[..., bool]
 
 
-async def test_match_out_of_sight(model: FakeModel) -> None:
-    async with running(model) as (app, pilot):
-        view = screen.conversation(app)
-        turns: list[TurnBlock] = []
-        for number in range(200):
-            turns += [UserTurn(f"question {number}"), AnswerBlock(f"answer {number}\n\n" * 3)]
-        view.add(*turns)
-        await pilot.press("ctrl+f", *"question 17")
-        await until(pilot, lambda: highlighted(app) == ["[question 17]"])
-        assert "question 179" in screen.shown(app), "the nearest one above"
-        assert count(app) == "11 of 11"  # 17, and 170 to 179
-        for _ in range(10):
-            await pilot.press("up")
-        await until(pilot, lambda: count(app) == "1 of 11")
-        await until(pilot, lambda: "question 17\n" in screen.shown(app))
-        await pilot.press("up")
-        await until(pilot, lambda: "question 179" in screen.shown(app))
-        laid_out = sum(block.laid_out for block in view.blocks)
-        assert laid_out < 100, "what has no match and is out of sight is not laid out"
+def test_answer(snap_compare: Compare) -> None:
+    app = app_for(FakeLoader(FakeModel([DOCUMENT])))
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app.theme = "textual-dark"
+        screen.composer(app).cursor_blink = False
+        await asked(pilot, "Show me\nyour Markdown")
+
+    assert snap_compare(app, terminal_size=(80, 46), run_before=before)
+
+
+def test_panel_while_streaming(snap_compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of an answer, the panel standing still."""
+    monkeypatch.setattr("localrt.tui.chat.panel._SECONDS", 3600.0)
+    said = "The sky is blue because air scatters short waves of light more than long ones. "
+    model = WatchedModel([said * 3, "never"])
+    model.hold()
+    model.allow(1)
+    app = app_for(FakeLoader(model))
+
+    async def before(pilot: Pilot[Any]) -> None:
+        app.theme = "localrt-dark"
+        screen.composer(app).cursor_blink = False
+        await until(pilot, lambda: idle(app))
+        await pilot.press("f3")
+        await screen.say(pilot, "Why is the sky blue?")
+        await until(pilot, lambda: screen.answers(app) == [said * 3])
+        panel(app)._data = VIEW
+        panel(app)._draw()
+        await pilot.pause()
+
+    assert snap_compare(app, terminal_size=(100, 30), run_before=before)

@@ -327,11 +327,6 @@ def test_missing_tensors(
             _see(source, picture(20, 20))
 
 
-def use_file(path: Path) -> None:
-    with closing(VisionGguf(path)) as source:
-        read_encoder(source.config, source.processor)
-
-
 @pytest.fixture
 def idefics3(tiny: Callable[[str], Path]) -> Path:
     return tiny("idefics3")
