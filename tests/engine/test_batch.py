@@ -49,8 +49,6 @@ def run(
     *,
     size: int | None = None,
     room: int = 1 << 40,
-    cancel: threading.Event | None = None,
-    on_progress: Any = None,
 ) -> Iterator[Any]:
     return generate_batch(
         engine,
@@ -59,8 +57,7 @@ def run(
         ctx=CTX,
         room=room,
         size=size,
-        cancel=cancel or threading.Event(),
-        on_progress=on_progress,
+        cancel=threading.Event(),
     )
 
 
@@ -82,20 +79,6 @@ def test_shared_passes() -> None:
     assert said == {0: [11, 12, 13], 1: [21, 22, 23], 2: [31, 32, 33]}
     # The third prompt begins in what the first two leave of a pass and ends beside their rows.
     assert engine.passes == [[4, 5, 3], [1, 1, 4], [1, 1, 1], [1]]
-
-
-def test_cancel() -> None:
-    cancel = threading.Event()
-    engine = ScriptedEngine()
-    stream = run(engine, [request([n], 50) for n in range(4)], size=2, cancel=cancel)
-    begun = [next(stream)[0] for _ in range(4)]
-    cancel.set()
-    rest = list(stream)
-    assert sorted(begun) == [0, 0, 1, 1]
-    assert [(index, item.finish_reason) for index, item in rest] == [
-        (n, "cancelled") for n in range(4)
-    ]
-    assert all(session.closed for session in engine.sessions)
 
 
 def test_failed_pass() -> None:

@@ -21,7 +21,6 @@ from localrt.common.errors import (
 )
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
-from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine
 from localrt.engine.sampling import Sampling
 from localrt.quant.ops.kv import grown_capacity
@@ -89,12 +88,11 @@ def test_join() -> None:
     assert all(session.closed for session in engine.sessions)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("streamed", [False, True])
-def test_turns_of_several_models(device: str, streamed: bool) -> None:
+def test_turns_of_several_models(streamed: bool) -> None:
     """A model in memory waits for the others of its device; a streamed one does not."""
     engine, turns = Stepped(), PassTurns()
-    engine.info = replace(engine.info, device=device, streamed=streamed)
+    engine.info = replace(engine.info, streamed=streamed)
     engine.free = True
     limits = LiveLimits(ctx=CTX)
     with closing(Live(engine, None, limits, room=lambda: 1 << 40, turns=turns)) as live:
@@ -164,7 +162,7 @@ def passes_to_first(engine: Stepped, answer: LiveAnswer) -> int:
 
 
 LONG = [5] * 150
-OWN = [[100 + n] * 150 for n in range(16)]  # prompts that share nothing
+OWN = [[100 + n] * 150 for n in range(8)]  # prompts that share nothing
 
 
 @pytest.mark.parametrize(
@@ -172,15 +170,13 @@ OWN = [[100 + n] * 150 for n in range(16)]  # prompts that share nothing
     [
         (Stepped, [[1] * 40] * 16, {"most": 16}),  # n: 16, nothing can be copied
         (CopyingEngine, [LONG] * 16, {"most": 2}),
-        (CopyingEngine, OWN, {"most": 16}),
-        (CopyingEngine, OWN[:8], {"most": 8, "room": 3 * (512 * KV + 4 * VOCAB)}),  # of memory
+        (CopyingEngine, OWN, {"most": 8, "room": 3 * (512 * KV + 4 * VOCAB)}),  # of memory
     ],
 )
-@pytest.mark.parametrize("under_way", [1, 12])
 def test_first_token_of_another_client(
-    make: type[Stepped], prompts: list[list[int]], limits: dict[str, int], under_way: int
+    make: type[Stepped], prompts: list[list[int]], limits: dict[str, int]
 ) -> None:
-    engine = make()
+    engine, under_way = make(), 12
     with open_live(engine, **limits) as live:
         answers = [live.submit(request(prompt, 100), client="greedy") for prompt in prompts]
         engine.go(under_way)
@@ -192,16 +188,13 @@ def test_first_token_of_another_client(
         assert [said(answer) for answer in answers] == expected
 
 
-@pytest.mark.parametrize(("count", "prompt"), [(16, LONG), (2, LONG[:65])])
-def test_shared_prompt(count: int, prompt: list[int]) -> None:
+def test_shared_prompt() -> None:
     engine = CopyingEngine()
-    engine.free = True
     with open_live(engine, most=16) as live:
-        engine.free = False
-        answers = [live.submit(request(prompt, 3), client="one") for _ in range(count)]
+        answers = [live.submit(request(LONG, 3), client="one") for _ in range(16)]
         engine.free = True
-        assert [said(answer) for answer in answers] == [[6, 7, 8]] * count
-    assert sum(map(sum, engine.passes)) <= len(prompt) + 3 * count + 1
+        assert [said(answer) for answer in answers] == [[6, 7, 8]] * 16
+    assert sum(map(sum, engine.passes)) <= len(LONG) + 3 * 16 + 1
 
 
 def test_shared_prompt_cancelled() -> None:
@@ -237,13 +230,9 @@ class Sized(ScriptedEngine):
     [
         (1, 2, 3, False, False),  # the conversation's cache has room
         (20, 1, 100, False, False),
-        (1, 2, 100, False, True),
         (1, 2, 1, True, False),  # it was saved
         (3, 8, 3, True, True),
-        (20, 1, 100, True, True),
         (1, 2, 1, False, False),  # it is read again
-        (3, 8, 100, False, True),
-        (20, 1, 3, False, False),
     ],
 )
 def test_long_requests_between_turns(
@@ -327,15 +316,6 @@ def test_cache_of_a_conversation() -> None:
         assert last[-1].metrics.cached_tokens == len(again)
 
 
-def test_caches_freed_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("localrt.engine.batch.live._IDLE_TIMEOUT_S", 0.05)
-    engine = ScriptedEngine()
-    with open_live(engine) as live:
-        assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
-        wait_for(lambda: engine.sessions[0].closed)
-        assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
-
-
 def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("localrt.engine.batch.live._IDLE_TIMEOUT_S", 0.05)
     saving, saved, moved = (threading.Event() for _ in range(3))
@@ -346,7 +326,8 @@ def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
         saving.set()
         saved.wait(60)
 
-    with open_live(ScriptedEngine(), save=save) as live:
+    engine = ScriptedEngine()
+    with open_live(engine, save=save) as live:
         assert said(live.submit(request([1, 2, 3], 2))) == [4, 5]
         assert saving.wait(60)
         with ThreadPoolExecutor() as pool:
@@ -356,6 +337,7 @@ def test_submit_while_saving(monkeypatch: pytest.MonkeyPatch) -> None:
                 saved.set()
         assert said(answer) == [4, 5]
         assert moved.wait(60)
+        assert engine.sessions[0].closed
 
 
 class Short(ScriptedEngine):
@@ -391,17 +373,6 @@ def test_short_of_memory() -> None:
         with pytest.raises(MemoryBudgetError, match="no room"):
             list(never)
         assert said(live.submit(request([5], 3))) == [6, 7, 8]
-
-
-def test_room() -> None:
-    # For two caches with 512 tokens ahead, and not for three.
-    room = 2 * (KV * 768 + 4 * VOCAB) + 100
-    engine = ScriptedEngine()
-    with open_live(engine, ctx=2000, room=room) as live:
-        answers = [live.submit(request([20 * n] * 3, 600)) for n in range(5)]
-        for n, answer in enumerate(answers):
-            assert said(answer) == [(20 * n + 1 + i) % VOCAB for i in range(600)]
-    assert max(map(len, engine.passes)) == 2
 
 
 def test_failed_pass() -> None:
@@ -543,23 +514,6 @@ def test_any_mix(sizes: list[tuple[int, int]], buffer: int, most: int, dropped: 
     assert max(map(sum, engine.passes), default=0) <= PASS_ROWS
     assert max(map(len, engine.passes), default=0) <= most
     assert all(session.closed for session in engine.sessions)
-
-
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers()), max_size=40))
-def test_fair_queue(pushed: list[tuple[int, int]]) -> None:
-    queue: FairQueue[tuple[int, int]] = FairQueue()
-    for client, item in pushed:
-        queue.push(client, (client, item))
-    assert len(queue) == len(pushed)
-    popped: list[tuple[int, int]] = []
-    while (first := queue.first()) is not None:
-        queue.take(first)
-        popped.append(first)
-    for client in range(4):
-        assert [p for p in popped if p[0] == client] == [p for p in pushed if p[0] == client]
-    clients = {client for client, _ in pushed}
-    assert {client for client, _ in popped[: len(clients)]} == clients
-    assert len(queue) == 0
 
 
 def test_background_gives_way() -> None:

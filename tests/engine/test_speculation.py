@@ -4,7 +4,6 @@ everything about them.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.errors import MemoryBudgetError
 from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
@@ -127,8 +126,6 @@ def ids(chunks: list[Chunk]) -> list[int]:
     ("drafts", "sampling"),
     [
         ("ngram", "greedy"),
-        ("ngram", "dry and xtc"),
-        ("itself", "warm"),
         ("itself", "penalties"),
         ("other", "greedy"),
         ("ngram, other", "warm"),
@@ -195,7 +192,7 @@ def test_limits(engine: NativeEngine) -> None:
     assert len(plain) == CAPACITY - len(PROMPT)  # to the end of the context
     source = drafting(engine)
     assert ids(run(engine, fixed(source), max_tokens=200)) == plain
-    for limit in (1, 2, 3, 7):
+    for limit in (1, 7):
         chunks = run(engine, fixed(source), max_tokens=limit)
         assert (ids(chunks), chunks[-1].finish_reason) == (plain[:limit], "length")
     eos = plain[10]
@@ -219,28 +216,6 @@ def test_next_turn(engine: NativeEngine) -> None:
     assert ids(chunks) == ids(run(engine, None, prompt=longer, max_tokens=20))
 
 
-def test_cancel(engine: NativeEngine) -> None:
-    plain = ids(run(engine, None))
-    cancel = threading.Event()
-    session = engine.session(CAPACITY)
-    request = Request(
-        prompt=PROMPT,
-        sampling=SAMPLINGS["greedy"],
-        max_tokens=40,
-        speculation=fixed(drafting(engine)),
-        cancel=cancel,
-    )
-    seen = []
-    for chunk in generate(session, None, request):
-        seen.append(chunk)
-        if len(ids(seen)) == 9:
-            cancel.set()
-    assert ids(seen) == plain[:9]
-    assert seen[-1].finish_reason == "cancelled"
-    assert list(session.tokens) == [*PROMPT, *plain[: len(session.tokens) - len(PROMPT)]]
-    assert ids(run(engine, None, session=session)) == plain
-
-
 class Failing(DraftSource):
     name = "bad"
 
@@ -261,16 +236,6 @@ def test_failing_draft(engine: NativeEngine) -> None:
     assert metrics.speculation == "speculation: off, the draft model produced NaN logits"
     tuned = Speculation({"bad": lambda _: Failing(after=0)}, Tuner({"bad": 0.0}))
     assert ids(run(engine, tuned)) == ids(run(engine, None))
-
-
-def test_nan_target(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = engine.session(CAPACITY)
-    nan = np.full(SIZES["vocab_size"], math.nan, np.float32)
-    extend = session.extend_tree
-    monkeypatch.setattr(session, "extend_tree", lambda *a, **k: extend(*a, **k) + nan)
-    with pytest.raises(LocalrtError, match="produced NaN logits"):
-        run(engine, fixed(drafting(engine)), session=session)
-    assert len(session.tokens) == len(PROMPT) + 1
 
 
 def test_no_room_for_trees(engine: NativeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,8 +266,7 @@ def test_archive(engine: NativeEngine) -> None:
     assert again[-1].metrics.accepted_by_source["archive"] > 0.6
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "penalties"])
-def test_tuned(engine: NativeEngine, other: NativeEngine, sampling: str) -> None:
+def test_tuned(engine: NativeEngine, other: NativeEngine) -> None:
     """Whatever it decides, and it decides by time, which differs from run to run."""
     tuner = Tuner({"ngram": 0.0, "model": 0.2})
     held: list[int] = []
@@ -312,7 +276,7 @@ def test_tuned(engine: NativeEngine, other: NativeEngine, sampling: str) -> None
         return NgramSource()
 
     speculation = Speculation({"ngram": ngram, "model": lambda _: drafting(other)}, tuner)
-    chosen = SAMPLINGS[sampling]
+    chosen = SAMPLINGS["penalties"]
     plain = ids(run(engine, None, sampling=chosen, max_tokens=90))
     for _ in range(2):
         chunks = run(engine, speculation, sampling=chosen, max_tokens=90)
@@ -352,12 +316,9 @@ class Draft:
         self._engine = engine
         self.cache = engine.cache
         self.ahead = 0  # passes made beside the target's
-        self.entered = threading.Event()
 
     def forward(self, batch: Any, **options: Any) -> Any:
         beside = threading.current_thread().name == "localrt-draft"
-        if beside:
-            self.entered.set()
         logits = self._engine.run(batch, **options)
         self.ahead += beside
         return logits
@@ -402,10 +363,8 @@ def draft(folder: Path) -> Iterator[Draft]:
     engine.close()
 
 
-@pytest.mark.parametrize("sampling", ["warm", "penalties"])
-def test_drafting_ahead(
-    target: Waiting, draft: Draft, plain: dict[str, list[int]], sampling: str
-) -> None:
+def test_drafting_ahead(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
+    sampling = "penalties"
     target.meanwhile = draft.some
     session = target.engine.session(CAPACITY)
     chunks = run(
@@ -442,21 +401,6 @@ def test_cancel_while_drafting_ahead(
     assert not any_drafting()
     target.meanwhile = draft.some
     assert ids(run(target.engine, fixed(it, depth=3), session=session)) == plain["greedy"]
-
-
-def test_closed_draft(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
-    """As another thread may: the answer goes on without."""
-
-    def meanwhile() -> None:
-        if any_drafting():
-            assert draft.entered.wait(60)
-            draft._engine.close()
-        time.sleep(0.006)
-
-    target.meanwhile = meanwhile
-    chunks = run(target.engine, fixed(model_source(draft), depth=3))
-    assert ids(chunks) == plain["greedy"]
-    assert "the model is closed" in str(chunks[-1].metrics.speculation)
 
 
 def test_sessions(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
