@@ -15,7 +15,7 @@ from localrt.bench import gpu
 from localrt.bench.page import to_html
 from localrt.bench.process import ChildProcess
 from localrt.bench.report import to_json, to_table
-from localrt.bench.sweep import KNOBS, parse_sweep, run_sweep, swept
+from localrt.bench.sweep import parse_sweep, run_sweep, swept
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped, Workload
 from localrt.cli import bench, main
 from localrt.common.errors import OptionError
@@ -152,9 +152,7 @@ def test_command(
     ("text", "message"),
     [
         ("promt_tokens=8", "--sweep takes NAME=VALUE,VALUE, not 'promt_tokens=8'; there are "),
-        ("batch=1,,2", "--sweep: batch must be a whole number from 1, is ''"),
         ("tokens=1", "--sweep: tokens must be a whole number from 2, is '1'"),
-        ("ram=much", "--sweep: ram must be a size, is 'much': write it like 8GB, 1.5GB or 512MiB"),
         ("kv-format=q8", "--sweep: kv-format must be one of bf16, int8, int4, is 'q8'"),
     ],
 )
@@ -168,15 +166,8 @@ def test_parse_sweep() -> None:
     assert parse_sweep("ram=1GB, 2GB") == ("ram", {"1GB": 10**9, "2GB": 2 * 10**9})
     name, values = parse_sweep("kv-format=bf16,int8,bf16")
     assert (name, values) == ("kv_format", {"bf16": "bf16", "int8": "int8"})
-    options = BenchOptions(path=Path("m"), engines=("native",))
-    for name in KNOBS:
-        value = {"ram": "1GB", "gpu_memory": "1GB", "ctx": "900", "format": "f32"}.get(name, "2")
-        if name not in ("kv_format",):
-            ((_, point),) = swept(options, *parse_sweep(f"{name}={value}"))
-            assert point != options
-    ((_, point),) = swept(
-        BenchOptions(path=Path("m"), engines=("native",), format="f32"), *parse_sweep("format=file")
-    )
+    options = BenchOptions(path=Path("m"), engines=("native",), format="f32")
+    ((_, point),) = swept(options, *parse_sweep("format=file"))
     assert point.format is None
 
 
@@ -193,7 +184,7 @@ METRICS: dict[str, Any] = {
 INFO = {"device": "cuda:0", "streamed": True, "weight_bytes": 10**9, "parameters": 2 * 10**9}
 
 
-@pytest.mark.parametrize("varied", ["", "threads", "model"])
+@pytest.mark.parametrize("varied", ["", "model"])
 def test_what_the_page_shows(varied: str) -> None:
     """Whatever names are: what they hold is text."""
     name = "a & b</svg></style><img src=x onerror=alert(1)>"
@@ -213,18 +204,3 @@ def test_what_the_page_shows(varied: str) -> None:
     assert "Energy per token" not in text, "nobody measured it"
     assert "a & b does not fit" in text
     assert ("Streamed: some weights are" in text) == (varied == "model")
-
-
-def test_bars() -> None:
-    fast = Result("native", "q4", METRICS, [METRICS], 0.1, INFO)
-    slow = {**METRICS, "decode_tok_s": 5.0, "peak_vram_bytes": None}
-    outcome = Outcome([fast, Result("llamacpp", "plain", slow, [slow], 0.1, INFO)], [], False)
-    html = to_html(outcome, OPTIONS, name="m", machine=MACHINE)
-    plots = {svg.split('aria-label="')[1].split('"')[0]: svg for svg in html.split("<svg ")[1:]}
-    widths = re.findall(r'width="([\d.]+)"', plots["Decoding, tok/s"])
-    assert float(widths[0]) == pytest.approx(5 * float(widths[1]), rel=0.01)
-    assert 'width="0.0"' in plots["Peak VRAM (less is better)"]
-    assert "not measured" in plots["Peak VRAM (less is better)"]
-    assert "llamacpp plain" in html
-    variables = set(re.findall(r"var\((--\w+)\)", html))
-    assert all(html.count(f"{each}: #") == 2 for each in variables), "light, and dark"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import read_options
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
-from localrt.quant.ops.protocol import Batch
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.speculative.best_first import DECAY
 from localrt.speculative.source import DraftFailedError, Rows, TreeSize
@@ -39,7 +37,6 @@ from tests.models.tiny_heads import (
 )
 from tests.offload.placed import Model as StoredModel
 from tests.offload.placed import passing
-from tests.real_models import real_model
 
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 
@@ -66,38 +63,12 @@ def test_same_tokens(folders: tuple[Path, Path]) -> None:
 
 
 @needs_kernels
-def test_target_as_draft(folders: tuple[Path, Path]) -> None:
-    target, _ = folders
-    with localrt.load(target, draft=str(target)) as model:
-        chunk = model.generate(
-            "hello", tree_budget=64, tree_depth=2, temperature=0.0, **{**OPTIONS, "max_tokens": 31}
-        )
-        assert chunk.metrics.accepted_per_pass is not None
-        assert chunk.metrics.accepted_per_pass >= 2
-        assert "model" in (chunk.metrics.accepted_by_source or {})
-        chat = model.chat()
-        reply = chat.send("hi", max_tokens=10, ignore_eos=True)
-        assert reply.metrics.completion_tokens == 10
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("turned", "problem"),
-    [
-        (None, "one of the two models has no tokenizer to compare"),
-        (('"Ġ":', '"Ġx":'), r"token \d+ is 'Ġx', in the model 'Ġ'"),
-    ],
-)
-def test_unknown_vocabulary(
-    folders: tuple[Path, Path], tmp_path: Path, turned: tuple[str, str] | None, problem: str
-) -> None:
+def test_unknown_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = folders
     write_tiny_model(tmp_path)
     words = tmp_path / "tokenizer.json"
-    text = words.read_text("utf-8")
-    words.unlink()
-    if turned is not None:
-        words.write_text(text.replace(*turned))
+    words.write_text(words.read_text("utf-8").replace('"Ġ":', '"Ġx":'))
+    problem = r"token \d+ is 'Ġx', in the model 'Ġ'"
     for load in (
         lambda: localrt.load(target, draft=str(tmp_path)),
         lambda: localrt.load(target).generate("hi", draft=str(tmp_path)),
@@ -134,43 +105,14 @@ def test_no_room(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) ->
         assert "are left" in note
 
 
-@pytest.mark.real
-@needs_kernels
-def test_repeated_text() -> None:
-    words = "one two three four five six seven eight nine ten eleven twelve "
-    with localrt.load(real_model("smollm2")) as model:
-        options: dict[str, Any] = {"raw": True, "max_tokens": 40, "temperature": 0.0}
-        prompt = (words * 3).strip()
-        plain = model.generate(prompt, draft="off", **options)
-        ours = model.generate(prompt, draft="ngram", tree_budget=12, **options)
-        assert ours.token_ids == plain.token_ids
-        assert (ours.metrics.accepted_per_pass or 0) > 5
-
-
-@pytest.mark.slow
-@pytest.mark.real
-@needs_kernels
-def test_draft_model() -> None:
-    prompt = 'def fibonacci(n: int) -> int:\n    """The n-th Fibonacci number."""\n'
-    with localrt.load(real_model("qwen1.5b"), draft=str(real_model("qwen0.5b")), ctx=512) as model:
-        options: dict[str, Any] = {"raw": True, "max_tokens": 12, "temperature": 0.0}
-        plain = model.generate(prompt, draft="off", **options)
-        ours = model.generate(prompt, tree_budget=16, **options)
-        assert ours.token_ids == plain.token_ids
-        assert (ours.metrics.accepted_per_pass or 0) > 3
-
-
 @needs_kernels
 @pytest.mark.parametrize(
     "kind",
     [
-        *("mtp", "eagle3", "assistant-gguf", "dspark"),
+        *("mtp", "eagle3"),
         *(
             pytest.param(kind, marks=pytest.mark.slow)
-            for kind in (
-                *("mtp-gguf", "mtp-store", "assistant", "assistant-unified", "dflash"),
-                *("dflash-gguf", "dspark-gguf", "dflash2"),
-            )
+            for kind in ("mtp-gguf", "mtp-store", "assistant-gguf", "dspark", "dflash2")
         ),
     ],
 )
@@ -184,20 +126,15 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
             draft = str(write_tiny_gguf(target, own, "qwen3.5", **how))
         if kind == "mtp-store":
             target = quantize_model(target, tmp_path / "store", Recipe("int8-g32")).path
-    elif kind.startswith("assistant"):
-        draft = str(tmp_path)
-        name = "gemma4-unified-whole" if kind == "assistant-unified" else "gemma4"
-        TinyAssistant(name, target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)
-        if kind == "assistant-gguf":
-            draft = str(write_tiny_gguf(tmp_path, tmp_path / "a.gguf", "gemma4-assistant"))
+    elif kind == "assistant-gguf":
+        TinyAssistant("gemma4", target, tmp_path, use_ordered_embeddings=True, **CLUSTERS)
+        draft = str(write_tiny_gguf(tmp_path, tmp_path / "a.gguf", "gemma4-assistant"))
     else:
         config, draft = save_tiny("llama", target).config, str(tmp_path)
         head = TinyEagle3 if kind == "eagle3" else TinyDFlash
-        options: dict[str, Any] = {"rank": 24} if kind.startswith("dspark") else {}
+        options: dict[str, Any] = {"rank": 24} if kind == "dspark" else {}
         options |= {"rank": 24, "choices": 9} if kind == "dflash2" else {}
-        tiny = head(tmp_path, config.hidden_size, config.vocab_size, **options)
-        if kind.endswith("-gguf"):
-            draft = str(tiny.save_gguf(tmp_path / "d.gguf"))
+        head(tmp_path, config.hidden_size, config.vocab_size, **options)
     prompt: dict[str, Any] = {"token_ids": [5, 6, 7, 8, 9]}
     with localrt.load(target, draft=draft) as model:
         for sampling in ({"temperature": 0.0}, {"temperature": 0.3, "seed": 3}):
@@ -215,42 +152,20 @@ def test_heads_draft_the_same_tokens(kind: str, tmp_path: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("held", [5, 23])
-def test_tree_of_an_assistant(held: int, tmp_path: Path) -> None:
-    """Its nodes have transformers' probabilities; there are more of them than tokens held."""
-    tiny = TinyAssistant("gemma4", tmp_path / "target", tmp_path / "own")
-    options = LoadOptions(format="f32", device="cpu")
-    parts = load_model(tmp_path / "target", options)
-    with closing(parts.engine), closing(HeadDraft(parts, tmp_path / "own")) as draft:
-        session, ids = parts.engine.session(64), tokens(held + 2)
-        source = draft.source(session, read_options({"temperature": 0.0}))
-        session.extend(ids[:held])
-        for count in (held, held + 1):  # the prompt, then a token more
-            history = ids[: count + 1]
-            assert source.missing(history) == 1
-            source.catch_up(history)
-            tree = source.propose(history, TreeSize(40, 3))
-            assert len(tree) == 40
-            for node in (0, 20, 39):
-                path = [node]
-                while (parent := int(tree.parents[path[0]])) != ROOT:
-                    path.insert(0, parent)
-                *drafts, last = tree.tokens[path].tolist()
-                logits = tiny.levels(history, drafts)[-1].astype(np.float64)
-                above = tree.scores[path[-2]] if drafts else 0.0
-                expected = logits[last] - np.log(np.exp(logits).sum()) + DECAY
-                assert abs(tree.scores[node] - above - expected) < 1e-4
-            session.extend(ids[count : count + 1])
-
-
-@pytest.mark.parametrize("kind", ["dflash", "dspark", "bonus anchor", "causal", "dflash2"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "dspark",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("bonus anchor", "causal", "dflash2")),
+    ],
+)
 def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
     """A node's probability is that of its token at its depth, in DSpark's behind its parent."""
-    plain = ("dflash", "bonus anchor", "dflash2")
-    model, first = save_tiny("llama", tmp_path).module, int(kind in plain)
+    model = save_tiny("llama", tmp_path).module
+    first = int(kind in ("bonus anchor", "dflash2"))
     options: dict[str, Any] = {"choices": 9} if kind == "dflash2" else {}
     options |= {"sample_from_anchor": kind != "bonus anchor", "is_causal": kind == "causal"}
-    options |= {"rank": 24} if kind != "dflash" else {}
+    options |= {"rank": 24}
     width, vocab = model.config.hidden_size, model.config.vocab_size
     tiny = TinyDFlash(tmp_path / "own", width, vocab, **options)
     parts = load_model(tmp_path, LoadOptions(format="f32", device="cpu"))
@@ -278,10 +193,9 @@ def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
             ):
                 above = 0.0 if parent == ROOT else tree.scores[parent]
                 row = logits[depth - 1 + first][None].astype(np.float64)
-                if kind != "dflash":
-                    before = history[-1] if parent == ROOT else tree.tokens[parent]
-                    with torch.no_grad():
-                        row = tiny.after(row, [int(before)], [depth - 1 + first])
+                before = history[-1] if parent == ROOT else tree.tokens[parent]
+                with torch.no_grad():
+                    row = tiny.after(row, [int(before)], [depth - 1 + first])
                 expected = row[0, token] - np.log(np.exp(row).sum())
                 assert abs(score - above - DECAY - expected) < 1e-4
             assert tree.height <= BLOCK - first
@@ -359,13 +273,8 @@ def plain_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DAMAGED: dict[str, tuple[dict[str, Any], str]] = {
     "more layers": ({"block_count": 2}, "an EAGLE-3 head has one layer"),
-    "layers not there": (
-        {"layers": (1, 2, 9)},
-        r"it reads layers \[1, 2, 9\], and the model has 3",
-    ),
     "text for a size": ({"target_hidden_size": "x"}, "target_hidden_size must be an integer"),
     "tokens beyond": ({"tokens": np.arange(500, 590)}, "its tokens are not all of the model's"),
-    "no fusion": ({"without": "fc"}, "tensor model.fc.weight is missing"),
     "cut within the header": ({"cut": 230_000}, "claims 14 tensors, which 382 bytes"),
 }
 
@@ -377,7 +286,6 @@ def test_damaged_head(case: str, plain_llama: Path, tmp_path: Path) -> None:
     how = dict(how)
     tiny = TinyEagle3(tmp_path, 64, 211)
     tiny.tokens = how.pop("tokens", tiny.tokens)
-    tiny.weights.pop(f"{how.pop('without', None)}.weight", None)
     cut = how.pop("cut", 0)
     path = tiny.save_gguf(tmp_path / "eagle3.gguf", **how)
     path.write_bytes(path.read_bytes()[: -cut or None])
@@ -386,69 +294,25 @@ def test_damaged_head(case: str, plain_llama: Path, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-VOCAB = 4000
-
-
 class Cache:
-    """As much of a cache as passes need."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity, self.length = capacity, 0
-
-    def trim(self, length: int) -> int:
-        self.length = length
-        return length
-
-    def select(self, first: int, rows: Sequence[int]) -> None:
-        self.length = first + len(rows)
-
-    @property
-    def nbytes(self) -> int:
-        return 10 * self.length
-
-
-class Engine:
-    """Computes nothing."""
-
-    def cache(self, capacity: int) -> Any:
-        return Cache(capacity)
-
-    def run(
-        self, batch: Batch, *, rows: Sequence[int] | None = None, check: Any = None
-    ) -> np.ndarray:
-        for span in batch.spans:
-            span.cache.length += span.rows  # type: ignore[attr-defined]
-        wanted = len(batch.tokens) if rows is None else len(rows)
-        return np.zeros((wanted, VOCAB), np.float32)
-
-
-def drafter_within(room: CacheRoom) -> EngineDrafter:
-    engine: Any = Engine()
-    return EngineDrafter(engine, VOCAB, room=room)
-
-
-def extend(drafter: EngineDrafter, cache: Any, count: int, *, last: bool = True) -> np.ndarray:
-    rows = Rows([1] * count, np.arange(cache.length, cache.length + count), int(last))
-    logits: np.ndarray = drafter.compute(cache, rows, check=None)
-    return logits
+    length = nbytes = 0
 
 
 def test_caches_stay_within_their_room() -> None:
-    drafter = drafter_within(CacheRoom(lambda length: 10 * length, 100))
-    one = drafter.cache(100)
-    extend(drafter, one, 6)
-    other = drafter.cache(100)
-    extend(drafter, other, 4)
+    room = CacheRoom(lambda length: 10 * length, 100)
+    one, other = Cache(), Cache()
+    for cache, rows in ((one, 6), (other, 4)):
+        room.add(cache)  # type: ignore[arg-type]
+        room.check(cache, rows)  # type: ignore[arg-type]
+        cache.length += rows
     with pytest.raises(DraftFailedError, match="110 B of the GPU's memory, and 100 B were set"):
-        extend(drafter, one, 1)
-    del other
-    extend(drafter, one, 4)
-    with pytest.raises(DraftFailedError):
-        extend(drafter, one, 1)
+        room.check(one, 1)  # type: ignore[arg-type]
+    del other, cache
+    room.check(one, 4)  # type: ignore[arg-type]
 
 
 def test_token_that_only_the_target_has() -> None:
-    drafter = drafter_within(CacheRoom(lambda length: 0, 1000))
-    rows = Rows([1, VOCAB], np.arange(2), 1)
-    with pytest.raises(DraftFailedError, match=f"vocabulary has no token {VOCAB}"):
-        drafter.compute(drafter.cache(8), rows, check=None)
+    unused: Any = None
+    drafter, rows = EngineDrafter(unused, 4000), Rows([1, 4000], np.arange(2), 1)
+    with pytest.raises(DraftFailedError, match="vocabulary has no token 4000"):
+        drafter.compute(unused, rows, check=None)

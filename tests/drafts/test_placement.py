@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.common.errors import OptionError
 from localrt.drafts.placement import PairPlan, plan_pair
 from localrt.offload.account import Budgets
 from localrt.offload.shapes import ModelShape
@@ -110,9 +109,3 @@ def test_draft_that_would_slow_the_target() -> None:
 
 def test_nothing_fits() -> None:
     assert find(ram=5 * MB) is None
-
-
-@pytest.mark.parametrize("share", [1.5, -1.0, float("nan")])
-def test_bad_acceptance(share: float) -> None:
-    with pytest.raises(OptionError, match="acceptance must be from 0 to 1"):
-        find(acceptance=share)

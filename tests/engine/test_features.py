@@ -40,34 +40,6 @@ def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
     return features.get(0, len(tokens)).copy()
 
 
-@pytest.mark.slow
-def test_inputs_and_outputs_of_layers(tiny_folder: Path) -> None:
-    import torch
-    import transformers
-
-    model = transformers.LlamaForCausalLM.from_pretrained(tiny_folder).float().eval()
-    seen: list[Any] = []
-    layers = model.model.layers
-    layers[1].register_forward_pre_hook(lambda _m, given: seen.append(given[0]))
-    layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
-    with torch.no_grad():
-        model(torch.tensor([TOKENS]))
-    plain_rows = [(each[0] if isinstance(each, tuple) else each) for each in seen]
-    theirs = torch.cat([each.reshape(len(TOKENS), -1) for each in plain_rows], 1).numpy()
-    with localrt.load(tiny_folder, format="f32", draft="off") as ours:
-        engine = engine_of(ours)
-        assert isinstance(engine, NativeEngine)
-        session = engine.session(64)
-        features = session.record_features((1, AFTER_LAST))
-        last = engine.session(64)  # wants less of the same pass
-        last_features = last.record_features()
-        engine.extend_batch([(session, TOKENS), (last, TOKENS)], wanted=[0])
-        found = features.get(0, len(TOKENS))
-        assert np.abs(found - theirs).max() < 1e-4 * float(np.abs(theirs).max())
-        width = engine.hidden_size
-        np.testing.assert_allclose(last_features.get(0, 12), found[:, width:], atol=1e-5)
-
-
 @needs_kernels
 def test_trees_trims_and_batches(engine: NativeEngine) -> None:
     expected = plain(engine, TOKENS)

@@ -31,7 +31,7 @@ from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
-from tests.engine.fake_session import ByteTokenizer, ScriptedSession
+from tests.engine.fake_session import ByteTokenizer
 from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
 from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
@@ -286,13 +286,6 @@ def test_tuned(engine: NativeEngine, other: NativeEngine) -> None:
     assert {*held} == {0}  # sources are made before the prompt is computed: heads record it
 
 
-def test_engine_without_trees() -> None:
-    session = ScriptedSession(lambda n: n % 50)
-    chunks = run(None, fixed(NgramSource()), session=session, prompt=[1, 2, 3], max_tokens=5)
-    assert ids(chunks) == [3, 4, 5, 6, 7]
-    assert chunks[-1].metrics.accepted_per_pass is None
-
-
 class Waiting:
     """An engine whose passes wait before they compute: ``meanwhile`` is called in that time."""
 
@@ -403,6 +396,7 @@ def test_cancel_while_drafting_ahead(
     assert ids(run(target.engine, fixed(it, depth=3), session=session)) == plain["greedy"]
 
 
+@pytest.mark.slow
 def test_sessions(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
     """They take turns at both models, and none waits for another for ever."""
     target.meanwhile = lambda: time.sleep(0.01)
@@ -431,6 +425,7 @@ class SlowFiles(StoreFiles):
         super().read_into(name, offset, out)
 
 
+@pytest.mark.slow
 def test_ahead_of_a_streamed_target(tmp_path: Path) -> None:
     """Its passes wait for what is read, and the tuner makes use of it."""
     folder = pack_tiny("qwen2", tmp_path)

@@ -27,13 +27,11 @@ from localrt.planning.machine import (
     MachineProfile,
     find_gpu,
     measured_profile,
-    parse_bandwidth,
     parse_gpu,
     typical_machine,
 )
 from localrt.planning.measure import machine_profile
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.formats import product_instructions
 from tests.planner.models import RATE, machine, shape
 
 
@@ -59,10 +57,7 @@ def test_unmeasured_format() -> None:
 def test_find_gpu() -> None:
     assert find_gpu("NVIDIA GeForce RTX 4060") == GPUS["RTX 4060 8GB"]
     assert find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU") == GPUS["RTX 4060 Laptop 8GB"]
-    assert find_gpu("rtx 3060 12GB") == GPUS["RTX 3060 12GB"]
-    assert find_gpu("Tesla T4") == GPUS["T4 16GB"]
     assert find_gpu("3060") == GPUS["RTX 3060 12GB"]
-    assert find_gpu("RTX 4060 Ti 16 GB") == GPUS["RTX 4060 Ti 16GB"]
     assert find_gpu("rtx4070ti super") == GPUS["RTX 4070 Ti Super 16GB"]
     assert find_gpu("4070M") == find_gpu("RTX 4070 Mobile") == GPUS["RTX 4070 Laptop 8GB"]
     # A driver says the memory beside the name.
@@ -80,11 +75,8 @@ def test_find_gpu() -> None:
 
 def test_virtual_gpu() -> None:
     gpu = parse_gpu("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
-    assert gpu.vram_bytes == 8_000_000_000
-    assert gpu.link_bytes_s == 12e9
-    assert gpu.profile.bytes_s == 256e9
-    assert gpu.profile.flops == 20e12
-    assert gpu.profile.call_s == 0
+    assert (gpu.vram_bytes, gpu.link_bytes_s) == (8_000_000_000, 12e9)
+    assert (gpu.profile.bytes_s, gpu.profile.flops) == (256e9, 20e12)
     for bad in ("virtual:8GB", "virtual:8GB@12GB,1GB/s,1TFLOPS", "virtual:1GB@1GB/s,1GB/s,fast"):
         with pytest.raises(OptionError):
             parse_gpu(bad)
@@ -92,14 +84,6 @@ def test_virtual_gpu() -> None:
         parse_gpu("Voodoo 2")
     with pytest.raises(OptionError, match=r"did you mean .*RTX 4060"):
         parse_gpu("RTX 4065")
-
-
-def test_parse_bandwidth() -> None:
-    assert parse_bandwidth("12GB/s") == 12e9
-    assert parse_bandwidth("900 MB/s") == 900e6
-    for bad in ("12GB", "GB/s", "12/s/s", "12GB/h", "-1GB/s"):
-        with pytest.raises(OptionError):
-            parse_bandwidth(bad)
 
 
 def test_measured_gpu() -> None:
@@ -124,16 +108,12 @@ def test_measured_gpu() -> None:
     assert ruled.slowdown == pytest.approx(12 / 30 * ruled.fetch)
 
 
-def prompt_costs(gpu: str, held: int = 0) -> Costs:
-    """Of 512 rows, with this GPU of the table."""
-    profile = replace(machine(gpu=True), gpu=GPUS[gpu].profile)
-    return Costs(shape=shape(layers=1), machine=profile, rows=512, held=held)
-
-
 def product_flops(gpu: str, format: str) -> float:
     """Operations per second of a large product of a prompt."""
     unit = PlacedUnit(name="a", kind="mlp", nbytes=1 << 30, macs=1 << 31, format=format)
-    return 2 * 512 * unit.macs / prompt_costs(gpu).gpu(unit)
+    profile = replace(machine(gpu=True), gpu=GPUS[gpu].profile)
+    costs = Costs(shape=shape(layers=1), machine=profile, rows=512)
+    return 2 * 512 * unit.macs / costs.gpu(unit)
 
 
 def test_prompts_take_the_instructions_of_a_format() -> None:
@@ -142,9 +122,6 @@ def test_prompts_take_the_instructions_of_a_format() -> None:
     """
     mid = product_flops("RTX 4060 8GB", "q4_k")
     assert mid == pytest.approx(120e12 * 16 / 26 / 2, rel=0.01)
-    for name in ("mxfp4", "q6_k", "iq2_xs"):
-        times = product_instructions("q4_k") / product_instructions(name)
-        assert product_flops("RTX 4060 8GB", name) == pytest.approx(times * mid, rel=0.01)
     assert product_flops("RTX 4060 8GB", "bf16") == pytest.approx(0.85 * 30e12, rel=0.01)
     # 16-bit operations of a T4 are as fast for its 8 bits as a GeForce's that does half as many.
     assert product_flops("T4 16GB", "q4_k") == pytest.approx(65 / 60 * mid, rel=0.01)
@@ -182,16 +159,6 @@ def test_features(tmp_path: Path, cpuinfo: str, name: str, features: str) -> Non
     assert cpu.features == tuple(features.split())
 
 
-def test_unknown_machine(tmp_path: Path) -> None:
-    machine = hardware.probe(tmp_path)
-    assert machine.cpu.name
-    assert machine.cpu.features == () or sys.platform != "linux"
-    assert 1 <= machine.cpu.usable_cores <= machine.cpu.logical_cores
-    assert 0 < machine.memory.available <= machine.memory.total
-    assert machine.disk is None
-    assert machine.gpus == ()
-
-
 def test_gpus_at_a_glance(tmp_path: Path) -> None:
     folder = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0"
     folder.mkdir(parents=True)
@@ -220,7 +187,6 @@ PCI_IDS = """# a list
 \t7480  Navi 33 [Radeon RX 7600/7600 XT/7600M XT]
 \t\t1043 05e4  Dual
 8086  Intel Corporation
-\t56a0  DG2 [Arc A770]
 """
 APU = {"vendor": "0x1002", "device": "0x15bf", "mem_info_vram_total": str(512 << 20)}
 RADEON = {
@@ -231,26 +197,24 @@ RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
 
 
 @pytest.mark.parametrize(
-    ("cards", "listed", "expected"),
+    ("cards", "expected"),
     [
-        ({"card1": RADEON}, True, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
-        ({"card1": RADEON}, False, [hardware.GpuFacts("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
-        ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
-        ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
-        ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, True, []),  # NVIDIA's own driver's
+        ({"card1": RADEON}, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
+        ({"card0": APU, "card1": RADEON}, [RX, "AMD Phoenix1"]),
+        ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, ["Intel GPU 8086:56a0"]),
+        ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, []),  # NVIDIA's own driver's
     ],
 )
 def test_gpus_of_other_makers(
-    tmp_path: Path, cards: dict[str, dict[str, str]], listed: bool, expected: list[object]
+    tmp_path: Path, cards: dict[str, dict[str, str]], expected: list[object]
 ) -> None:
     for card, files in cards.items():
         folder = tmp_path / "sys/class/drm" / card / "device"
         folder.mkdir(parents=True)
         for name, text in files.items():
             (folder / name).write_text(f"{text}\n")
-    if listed:
-        (tmp_path / "usr/share/hwdata").mkdir(parents=True)
-        (tmp_path / "usr/share/hwdata/pci.ids").write_text(PCI_IDS)
+    (tmp_path / "usr/share/hwdata").mkdir(parents=True)
+    (tmp_path / "usr/share/hwdata/pci.ids").write_text(PCI_IDS)
     own = set(hardware.other_gpus(tmp_path / "nothing"))  # as Windows and macOS list them
     found = [gpu for gpu in hardware.probe(tmp_path).other_gpus if gpu not in own]
     assert expected in (found, [gpu.name for gpu in found])
@@ -352,10 +316,7 @@ def test_a_process_measures(
 
 
 @pytest.mark.parametrize("file", ["machine.json", "disks.json"])
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"%s": 3}', '{"%s": {"mode": []}}', '{"kernels": 3}'],
-)
+@pytest.mark.parametrize("text", ["{", "null", '{"%s": 3}', '{"kernels": 3}'])
 def test_damaged_cache(
     settings: Settings, measured: Measured, store: Path, file: str, text: str
 ) -> None:
@@ -365,12 +326,6 @@ def test_damaged_cache(
     assert measure.known_machine(settings.cache_dir, store) is None
     assert machine_profile(store, settings)[0] == PROFILE
     assert measured.since() == (["q8_0"] if file == "machine.json" else ["disk"])
-
-
-def test_cache_that_cannot_be_written(measured: Measured, store: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    settings = Settings.from_environment({"LOCALRT_CACHE": str(tmp_path / "file" / "cache")})
-    assert machine_profile(store, settings)[0] == PROFILE
 
 
 def test_other_disks_are_kept(settings: Settings, measured: Measured, store: Path) -> None:
@@ -418,9 +373,7 @@ def test_real_rates(
     settings: Settings, tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
-    monkeypatch.setattr(
-        measure, "_BUDGET_S", 0.02
-    )  # hundreds of calls: their numbers must not grow
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.02)  # hundreds of calls
     _, machine = measure.measure(store, tmp_path, [], False, 8 << 20, False)
     assert machine.kernels["q8_0"].at(1) > 0
     assert machine.attention.at(1) > 0
@@ -432,7 +385,6 @@ def test_real_rates(
     ("later", "busy"),
     [
         ("cpu  180 0 10 910 100 0 0 0 80 0", True),  # a guest's ticks are its user's, too
-        ("cpu  110 0 10 990 100 0 0 0 0 0", False),
         ("cpu  110 0 10 910 180 0 0 0 0 0", False),  # waiting for a disk
         ("cpu  110 0 10 900 100 0 0 80 0 0", True),  # another machine has the core
         ("cpu  100 0 10 900 100 0 0 0 0 0", False),  # no tick since

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import MemoryBudgetError
 from localrt.offload.account import Budgets
 from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
 from localrt.planning.machine import GPUS, typical_machine
-from localrt.planning.models import in_format
 from localrt.planning.plan import explain, one_line
 from localrt.planning.search import fits, helpful_changes, least_ram
 from localrt.planning.simulate import simulate
@@ -70,17 +68,8 @@ def test_budgets(ram: int, vram: int, ctx: int, experts: int, link: float) -> No
     assert prediction.efficiency == pytest.approx(shares[plan.bottleneck])
 
 
-def test_all_in_ram() -> None:
-    plan = planned(CODER, machine(), Budgets(ram=2000 * MB), ctx=2048)
-    assert set(plan.placement.where.values()) == {Where.RAM}
-    assert plan.placement.ram_ring == 0
-    assert plan.prediction.bottleneck == "cpu"
-    assert plan.prediction.nbytes["ssd"] == 0
-
-
-@pytest.mark.parametrize("ram", [750, 600, 450])
-def test_deficit(ram: int) -> None:
-    budgets = Budgets(ram=ram * MB, process=100 * MB)
+def test_deficit() -> None:
+    budgets = Budgets(ram=600 * MB, process=100 * MB)
     plan = planned(CODER, machine(ssd=1e9), budgets, ctx=2048)
     assert_within(plan)
     taken = plan.memory.total() - plan.memory.nbytes("weights")
@@ -91,26 +80,10 @@ def test_deficit(ram: int) -> None:
     assert plan.prediction.tok_s == pytest.approx(1e9 / deficit, rel=0.06)
 
 
-@pytest.mark.parametrize("vram", [1, 1000])
-def test_small_gpu(vram: int) -> None:
-    model = shape(layers=3)
-    budgets = Budgets(ram=90 * MB, vram=vram, process=8 * MB, cuda_context=0, scratch=0)
-    plan = planned(model, machine(gpu=True), budgets, ctx=128)
-    alone = planned(model, machine(), replace(budgets, vram=0), ctx=128)
-    assert plan.placement == alone.placement
-    assert plan.prediction == alone.prediction
-    assert any("too little to be of use" in note for note in plan.notes)
-
-
-@pytest.mark.parametrize(
-    "name", ["gpt-oss-120b", pytest.param("deepseek-v3", marks=pytest.mark.slow)]
-)
-def test_large_mixtures(name: str) -> None:
-    model = published(name)
-    started = time.perf_counter()
+def test_large_mixture() -> None:
+    model = published("gpt-oss-120b")
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
     plan = planned(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
-    assert time.perf_counter() - started < 60
     assert_within(plan)
     assert plan.prediction.bottleneck == "ssd"
     # What is used by every token is not on the SSD.
@@ -165,22 +138,6 @@ def test_kv_on_ssd() -> None:
     assert plan.memory.total("ram") <= budgets.ram
 
 
-def test_short_prompt_passes() -> None:
-    tight = planned(CODER, machine(), Budgets(ram=500 * MB), ctx=1024)
-    roomy = planned(CODER, machine(), Budgets(ram=8000 * MB), ctx=1024)
-    assert tight.placement.prefill_rows < roomy.placement.prefill_rows == 512
-    assert any("at a time" in note for note in tight.notes)
-
-
-def test_batch() -> None:
-    budgets = Budgets(ram=600 * MB)
-    one = planned(CODER, machine(), budgets, ctx=512)
-    eight = planned(CODER, machine(), budgets, ctx=512, sequences=8)
-    assert eight.prediction.tok_s > 4 * one.prediction.tok_s
-    kv = eight.memory.nbytes("keys and values")
-    assert kv == 8 * sum(CODER.kv_nbytes("bf16", 512))
-
-
 def test_helpful_changes() -> None:
     budgets = Budgets(ram=600 * MB)
     changes = helpful_changes(planned(CODER, machine(), budgets, ctx=512))
@@ -202,13 +159,6 @@ def test_helpful_changes() -> None:
     assert options <= {None, ("kv_format", "int8"), ("format", "int4-g128")}
 
 
-def test_in_format() -> None:
-    small = in_format(CODER, "int4-g128")
-    assert small.nbytes == pytest.approx(CODER.nbytes * 4.125 / 4.5, rel=0.01)
-    assert in_format(CODER, "bf16") == CODER
-    assert in_format(CODER, "bf16", always=True).nbytes > 3 * CODER.nbytes
-
-
 def test_json_and_text() -> None:
     plan = planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
     plan = replace(plan, changes=helpful_changes(plan))
@@ -224,25 +174,8 @@ def test_json_and_text() -> None:
     assert not re.search(r"\d+ (head|mlp|attention|expert|embedding)\b", text)
 
 
-@pytest.mark.parametrize("name", ["ctx", "rows", "sequences", "prefill_rows"])
-def test_bad_numbers(name: str) -> None:
-    options = {"ctx": 512, name: 0}
-    with pytest.raises(OptionError, match=name):
-        planned(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]
-
-
-def test_latents_in_four_bits() -> None:
-    model = published("deepseek-v3")
-    budgets = Budgets(ram=32_000 * MB)
-    with pytest.raises(OptionError, match='kv_format="int4" is not for latent attention'):
-        planned(model, machine(), budgets, ctx=4096, kv_format="int4")
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3-30b-a3b", pytest.param("gpt-oss-120b", marks=pytest.mark.slow)]
-)
-def test_mixture_beside_a_gpu(name: str) -> None:
-    shape = published(name)
+def test_mixture_beside_a_gpu() -> None:
+    shape = published("qwen3-30b-a3b")
     profile = typical_machine()
     gpu = GPUS["RTX 4060 8GB"]
     profile = replace(profile, gpu=gpu.profile, link_bytes_s=gpu.link_bytes_s, ssd_bytes_s=3.5e9)
@@ -259,7 +192,7 @@ def test_mixture_beside_a_gpu(name: str) -> None:
     assert 1 / plan.prediction.tok_s < slowest
 
 
-@pytest.mark.parametrize("vram", [430, 445, 455, 470])
+@pytest.mark.parametrize("vram", [430, 470])
 def test_shared_caches(vram: int) -> None:
     """Layers 4 and 5 read layer 3's keys and values."""
     plain = shape(layers=6)
@@ -271,15 +204,6 @@ def test_shared_caches(vram: int) -> None:
     where = plan.placement.where
     sides = {w.on_gpu for name, w in where.items() if name.endswith(".attention")}
     assert len(sides) == 1
-
-
-def test_hybrid_context() -> None:
-    budgets = Budgets(ram=2600 * MB)
-    ctx = 131_072
-    hybrid = planned(published("lfm2-1.2b"), machine(), budgets, ctx=ctx)
-    assert hybrid.ctx == ctx
-    with pytest.raises(MemoryBudgetError, match=r"131072 tokens 4\.3 GB"):
-        planned(published("llama-3.2-1b"), machine(), budgets, ctx=ctx)
 
 
 def test_unpacked_experts() -> None:
@@ -301,9 +225,9 @@ def test_unpacked_experts() -> None:
     assert counts[0] > counts[1] > 0
 
 
-def llama(link: float = 12e9, vram: int = 12_000) -> Forecast:
-    """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM, with whole MLPs."""
-    budgets = Budgets(ram=64_000 * MB, vram=vram * MB)
+def llama(link: float = 12e9) -> Forecast:
+    """A 70B in 12 GB of GPU memory and 64 GB of RAM, with whole MLPs."""
+    budgets = Budgets(ram=64_000 * MB, vram=12_000 * MB)
     here = machine(gpu=True, link=link)
     return planned(published("llama-3-70b"), here, budgets, ctx=2048, splits=False)
 
@@ -327,7 +251,7 @@ def test_mlps_cross() -> None:
     assert plan.prefill_tok_s == pytest.approx(placement.prefill_rows / crossing, rel=0.1)
 
 
-@pytest.mark.parametrize("link", [3e9, 6e9, 12e9])
+@pytest.mark.parametrize("link", [3e9, 12e9])
 def test_experts_cross_where_copies_are_faster(link: float) -> None:
     """The replay agrees on the fewest rows, within the steps that are tried."""
     budgets = Budgets(ram=30_000 * MB, vram=7_000 * MB)
@@ -345,18 +269,3 @@ def test_experts_cross_where_copies_are_faster(link: float) -> None:
     fewer = 3 * rows // 4
     assert seconds(fewer, 0) < 1.02 * seconds(fewer, LEAST_GPU_ROWS)
     assert seconds(64, rows) == seconds(64, 0)
-
-
-def test_little_room_for_attention() -> None:
-    placement = llama(vram=6_000).placement
-    assert 40 < placement.kv.count("vram") < 80
-    mlps = {place for name, place in placement.where.items() if name.endswith("mlp")}
-    assert mlps == {Where.LINK, Where.RAM}, "none takes the room of attention"
-
-
-def test_prefill_rows() -> None:
-    slow, quick = llama(link=3e9), llama(link=30e9)
-    assert 512 <= quick.placement.prefill_rows <= slow.placement.prefill_rows > 512
-    for plan in (slow, quick):
-        assert plan.memory.total("vram") <= plan.request.budgets.vram
-        assert f"{plan.placement.prefill_rows} tokens a pass" in explain(plan)

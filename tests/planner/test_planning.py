@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 import localrt
-from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
 from localrt.planning.measure import Hardware, with_gpu
 from localrt.planning.recommend import preview, preview_size
 from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.cli.test_plan import config_folder
-from tests.planner.models import RATE, machine
+from tests.planner.models import CONFIGS, RATE, machine
 
 pytestmark = pytest.mark.usefixtures("quiet_machine")
 
@@ -109,9 +108,7 @@ def test_pc(tmp_path: Path) -> None:
     [
         ({"pc": "a fast one"}, localrt.OptionError, "no part of a PC"),
         ({"ram_speed": "fast"}, localrt.OptionError, "DDR5-5600 or 60GB/s"),
-        ({"batch": True}, localrt.OptionError, "batch"),
         ({"format": "int9"}, localrt.OptionError, "format must be one of"),
-        ({"gpu": "none such"}, localrt.OptionError, "none such"),
         ({"ram": "10MB"}, localrt.MemoryBudgetError, "does not fit"),
     ],
 )
@@ -130,8 +127,9 @@ def test_errors(
     ("model", "quantization", "gigabytes", "note"),
     [
         ("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "Q4_K_M", 18.7, "Q4_K_M was not looked up"),
-        ("unsloth/Qwen3-30B-A3B-GGUF:q8_0", "Q8_0", 32.4, "q8_0 was not looked up"),
-        ("qwen3:30b", "Q5_K_M", 21.7, "planned for its file Q5_K_M"),
+        pytest.param(
+            *("qwen3:30b", "Q5_K_M", 21.7, "planned for its file Q5_K_M"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_known_repository_offline(
@@ -153,46 +151,15 @@ def test_unknown_repository_offline() -> None:
         localrt.plan("org/none:Q4_K_M", offline=True)
 
 
-def test_in_memory_or_streamed(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*args: object, **kwargs: object) -> None:
-        raise AssertionError("nothing is measured for a preview")
-
-    monkeypatch.setattr("localrt.planning.measure.machine_profile", never)
-    found = preview(tiny_folder, device="cpu")
-    assert found.fits
-    assert found.read_bytes == 0
-    assert found.tok_s is not None
-    assert str(found).startswith("fits in RAM, about")
-
-
-def test_files_alone(tiny_folder: Path) -> None:
-    """For an engine that says nothing of its memory."""
-    found = preview(tiny_folder, engine="llamacpp")
-    assert found.fits
-    files = [each for each in tiny_folder.iterdir() if each.is_file()]
-    assert found.weight_bytes == sum(each.stat().st_size for each in files)
-
-
 def test_config_alone(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama",
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "max_position_embeddings": 8192,
-        "torch_dtype": "bfloat16",
-    }
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--big" / "snapshots" / ("c" * 40)
     snapshot.mkdir(parents=True)
-    (snapshot / "config.json").write_text(json.dumps(config))
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["phi-4-mini"]))
     settings = Settings.from_environment({"HF_HUB_CACHE": str(cache)})
     small = preview("org/big", ram="2GB", device="cpu", settings=settings)
     assert not small.fits
-    assert small.read_bytes > 1_000_000_000
+    assert small.read_bytes > 800_000_000
     assert "streams" in str(small)
     assert "per token" in str(small)
     nothing = preview("org/big", ram="60MB", device="cpu", settings=settings)
@@ -200,20 +167,8 @@ def test_config_alone(tmp_path: Path) -> None:
     assert str(nothing).startswith("does not fit")
 
 
-def test_not_here(tmp_path: Path) -> None:
-    settings = Settings.from_environment({"HF_HUB_CACHE": str(tmp_path)})
-    with pytest.raises(localrt.ModelNotFoundError):
-        preview("org/nothing", settings=settings)
-
-
 def test_preview_size() -> None:
     assert preview_size(1000).fits
     assert not preview_size(10**9, ram="900MB").fits
     text = str(preview_size(10**9, ram="900MB"))
     assert text.startswith("streams 310 MB per token")
-
-
-@pytest.mark.parametrize("nbytes", ["1GB", -5, 1.5, True])
-def test_bad_size(nbytes: object) -> None:
-    with pytest.raises(OptionError, match="nbytes must be a number of bytes"):
-        preview_size(nbytes)  # type: ignore[arg-type]

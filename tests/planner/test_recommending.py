@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.hub.names import KNOWN_MODELS, find_known, repo_thinks
+from localrt.hub.names import KNOWN_MODELS, find_known
 from localrt.hub.resolving import FileChoice
 from localrt.offload.account import Budgets
 from localrt.planning import measure
-from localrt.planning import recommend as recommend_module
 from localrt.planning.forecast import (
     READING_TOK_S,
     THINKING_TOK_S,
@@ -29,12 +26,12 @@ from localrt.planning.forecast import (
     judge,
     speed,
 )
-from localrt.planning.machine import GPUS, KernelRate, MachineProfile, typical_machine
+from localrt.planning.machine import GPUS, MachineProfile, typical_machine
 from localrt.planning.measure import Hardware, planned_hardware
 from localrt.planning.models import shape_from_config
 from localrt.planning.recommend import WhatRuns, recommend, recommend_on, what_runs
 from localrt.planning.search import estimate, make_forecast, whole_nbytes
-from tests.planner.models import CONFIGS, machine, planned, published, shape
+from tests.planner.models import CONFIGS, published
 
 BITS = {
     "Q2_K": 3.0,
@@ -67,11 +64,8 @@ def offer(name: str, *, config: bool = True) -> FileChoice:
     ("model", "pc", "best"),
     [
         # Whole in GPU memory: the largest that is.
-        ("llama3.2:3b", "RTX 4060, 32GB", "Q8_0"),
         ("llama3.1:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("llama3.2:3b", "GTX 1650, 16GB", "Q5_K_M"),
         ("qwen2.5:14b", "RTX 3060 12GB, 32GB", "Q5_K_M"),
-        ("qwen2.5-coder:32b", "RTX 4090, 64GB", "Q4_K_M"),
         # Partly in RAM: what bits lose against what they cost in speed.
         ("qwen3:30b", "RTX 4060, 32GB DDR4", "Q5_K_M"),
         ("qwen3-coder:30b", "RTX 3060 12GB, 64GB", "Q6_K"),
@@ -102,30 +96,11 @@ def test_thinking_models() -> None:
     assert "thinks before it answers" in str(judge(thinks))
 
 
-@pytest.mark.parametrize(
-    ("repo", "thinks"),
-    [
-        ("unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF", False),
-        ("bartowski/DeepSeek-R1-Distill-Qwen-14B-GGUF", True),
-        ("someone/QwQ-32B-GGUF", True),
-        ("bartowski/Qwen2.5-7B-Instruct-GGUF", False),
-    ],
-)
-def test_repo_thinks(repo: str, thinks: bool) -> None:
-    assert repo_thinks(repo) is thinks
-
-
 def test_gpu(settings: Settings) -> None:
     model = offer("qwen3.5:9b")
     alone = recommend(model, settings, ram="16GB", device="cpu")
     with_gpu = recommend_on(model, *planned_hardware(Hardware(gpu=GPU, ram="16GB"), settings)[:2])
     assert BITS[with_gpu.name] > BITS[alone.name]
-
-
-def test_all_too_slow(settings: Settings) -> None:
-    found = recommend(offer("llama3.3:70b"), settings, ram="16GB", device="cpu")
-    assert found.name == "Q4_K_M"
-    assert "none of its files reaches reading speed" in found.reason
 
 
 def test_without_a_config(settings: Settings) -> None:
@@ -166,16 +141,12 @@ def test_order() -> None:
     assert large not in best
     (others,) = (line for line in found.report().splitlines() if line.startswith("Too slow"))
     assert "llama3.3:70b" in others.partition("large: ")[2].split(", ")
-    assert len(runs("8GB").best) < len(best)
     assert set(found.machine.sources.values()) <= {"given", "typical"}
 
 
-@pytest.mark.parametrize(
-    "pc", ["RTX 4060, 32GB", "8GB", pytest.param("23GB, 2 cores", marks=pytest.mark.slow)]
-)
-def test_best_first(pc: str) -> None:
+def test_best_first() -> None:
     """With room and speed to spare, then the largest, then what hardly fits."""
-    found = runs(pc)
+    found = runs("RTX 4060, 32GB")
     memory = found.budgets.ram + found.budgets.vram
     first = found.best[0].expected
     assert first is not None
@@ -210,14 +181,12 @@ def test_contexts() -> None:
 
 # PCs and models: whole in GPU memory, in RAM, copied, a mixture in both, one that the SSD feeds.
 NAMES = {
-    "RTX 4060, 32GB": ("qwen2.5:14b", "llama3.1:8b", "gemma4:e4b", "qwen3:30b"),
-    "RTX 4060 Laptop, 16GB DDR5, NVMe": ("qwen3-coder:30b", "qwen3-coder-next:80b"),
-    "RTX 2080, 16GB": ("gpt-oss:20b",),
-    "GTX 1650, 16GB": ("llama3.1:8b", "mistral-small3.2:24b"),
-    "16GB DDR4": ("llama3.1:8b", "qwen3.6:35b"),
+    "RTX 4060, 32GB": ("gemma4:e4b", "qwen3:30b"),
+    "GTX 1650, 16GB": ("mistral-small3.2:24b",),
+    "16GB DDR4": ("qwen3.6:35b",),
     "8GB, SATA SSD": ("qwen2.5:14b",),
 }
-QUICK = ("gemma4:e4b", "qwen3:30b", "qwen3.6:35b")
+QUICK = ("gemma4:e4b", "qwen3:30b")
 MB = 1_000_000
 
 
@@ -260,74 +229,6 @@ def test_table_page_note_and_details(pc: str, name: str) -> None:
         assert row.expected.place in cells
 
 
-@st.composite
-def measured(draw: st.DrawFn) -> MachineProfile:
-    """A machine whose kernels were measured at another time than its memory."""
-    here = machine(gpu=draw(st.booleans()), ssd=draw(st.sampled_from([0.2e9, 3e9])))
-    times = draw(st.floats(0.1, 4))
-    kernels = {
-        name: KernelRate(rate.rows, tuple(times * each for each in rate.seconds))
-        for name, rate in here.kernels.items()
-    }
-    gpu = here.gpu and replace(here.gpu, kernels=draw(st.sampled_from([{}, kernels])))
-    ram = draw(st.sampled_from([8e9, 30e9, 90e9]))
-    return replace(here, kernels=kernels, gpu=gpu, ram_bytes_s=ram)
-
-
-@given(
-    here=measured(),
-    experts=st.sampled_from([0, 0, 16]),
-    layers=st.integers(1, 6),
-    mlp=st.integers(500, 20_000),
-    ram=st.sampled_from([200, 400, 2_000]),
-    vram=st.sampled_from([0, 100, 400]),
-)
-@example(  # nothing is left to the CPU, but not all of it stays in GPU memory
-    here=machine(gpu=True), experts=0, layers=5, mlp=2448, ram=200, vram=100
-)
-def test_forecast_within_rates(
-    here: MachineProfile, experts: int, layers: int, mlp: int, ram: int, vram: int
-) -> None:
-    model = shape(layers=layers, mlp=4096 * mlp, experts=experts)
-    budgets = Budgets(ram=ram * MB, vram=vram * MB, process=20 * MB, cuda_context=0)
-    request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256)
-    found = estimate(request)
-    try:
-        plan = make_forecast(request)
-    except localrt.MemoryBudgetError:
-        assert found is None
-        return
-    assert found is not None
-    for expected in (found, plan.prediction):
-        least = max(expected.read / here.ssd_bytes_s, expected.by_cpu / here.ram_bytes_s)
-        if here.gpu is not None and here.link_bytes_s is not None:
-            by_gpu = expected.needed - expected.by_cpu - expected.read
-            least = max(least, by_gpu / here.gpu.bytes_s, expected.copied / here.link_bytes_s)
-        # CPU and GPU share a mixture's experts, which are drawn: only what is read is known.
-        if experts:
-            least = expected.read / here.ssd_bytes_s
-        assert expected.tok_s * least <= 1.001
-    assert plan.tok_s <= 1.001 * plan.ceiling_tok_s
-    assert max(map(plan.busy_share, plan.prediction.busy)) <= 1 + 1e-9
-    assert sum(plan.prediction.waits.values()) <= plan.prediction.pass_s * (1 + 1e-9)
-
-
-@pytest.mark.usefixtures("quiet_machine")
-@pytest.mark.parametrize(
-    ("pc", "place"), [("RTX 4060, 32GB", "RAM (not the GPU)"), ("16GB DDR4", "RAM")]
-)
-def test_unusable_gpu(pc: str, place: str) -> None:
-    found = runs(pc)
-    row = next(each for each in found.models if each.model.name == "command-r7b:7b")
-    assert row.expected is not None
-    assert row.expected.place == place
-    said = (
-        "the GPU is not used: this model needs localrt's own kernels, and they do not compute "
-        "attention and an MLP in parallel"
-    )
-    assert (said in localrt.plan("command-r7b:7b", pc=pc, advise=False).notes) == ("GPU" in place)
-
-
 @pytest.mark.usefixtures("quiet_machine")
 def test_preview_and_page(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = localrt.plan(tiny_folder, advise=False)
@@ -342,24 +243,6 @@ def test_preview_and_page(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         plan.weight_bytes,
     )
     assert (found.place == "GPU") == plan.placement.uses_gpu
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_outlook_ceiling(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
-) -> None:
-    for module in (measure, recommend_module):
-        monkeypatch.setattr(module, "known_machine", lambda *_: machine())
-    forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
-    plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
-    found = recommend_module.planned_outlook(plan)
-    if not streamed:
-        found = recommend_module.resident_outlook(
-            tiny_folder, ctx=256, format="int8-g32", device="cpu", ram=None, gpu_memory=None
-        )
-    assert found.ceiling_tok_s is not None
-    assert forecast is not None
-    assert found.ceiling_tok_s >= (plan.tok_s if streamed else forecast)
 
 
 GB = 10**9
@@ -397,10 +280,6 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
             "Usable for chat: 3.2 tok/s, because the CPU has to go through 5 GB for every token",
         ),
         (
-            {"tok_s": 5.0, "on_gpu": 2 * GB},
-            "Usable for chat: 5.0 tok/s, because the CPU computes 3 of 5 GB for every token",
-        ),
-        (
             {"tok_s": 0.9, "weights": 40 * GB, "needed": 40 * GB, "read": 31 * GB},
             "Too slow for chat: 0.90 tok/s, because 31 of 40 GB are read from the SSD for every "
             "token",
@@ -426,9 +305,7 @@ def with_gpu() -> MachineProfile:
 @pytest.mark.parametrize(
     ("name", "ram", "gpu", "nearly"),
     [
-        ("qwen2.5-coder-1.5b", 4 * GB, False, 0.001),
         ("qwen2.5-coder-1.5b", 700_000_000, False, 0.1),
-        ("phi-4-mini", 4 * GB, True, 0.1),
         ("llama-3-70b", 32 * GB, True, 0.2),
         ("gpt-oss-20b", 8 * GB, False, 0.25),
         ("gpt-oss-20b", 32 * GB, True, 0.2),

@@ -9,7 +9,6 @@ from typing import Any
 
 from localrt.common.errors import CancelledError
 from localrt.engine.speculation import GapWork
-from localrt.offload.reading.reader import Waiter, waiting
 from tests.waits import wait_for
 
 
@@ -43,17 +42,6 @@ class Layers:
         except CancelledError as error:
             self.ended = str(error)
             raise
-
-
-def test_waiter() -> None:
-    check = GapWork(nothing)
-    assert isinstance(check, Waiter)
-    assert not isinstance(nothing, Waiter)
-    with waiting(None), waiting(nothing), waiting(check):
-        time.sleep(0.01)
-    assert 0.009 < check.waited_s < 5
-    assert check.shared_s == 0
-    assert not drafting()
 
 
 def test_gaps_alone() -> None:

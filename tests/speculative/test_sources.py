@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from array import array
-
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.speculative.ngram import ORDERS, Archive, NgramSource, places
+from localrt.speculative.ngram import Archive, NgramSource
 from localrt.speculative.source import TreeSize
 from tests.speculative.test_tree import words
 
@@ -21,15 +19,6 @@ def test_repeated_beginning() -> None:
     assert (4, 5, 6, 7) in path
     assert tree.height == 4
     assert (4, 5, 6, 7, 8) not in path
-
-
-def test_rank() -> None:
-    history = [1, 2, 5, 0, 1, 2, 6, 0, 1, 2, 5, 3, 1, 2]
-    tree = NgramSource().propose(history, TreeSize(8, 1))
-    assert tree.tokens[0] == 5
-    assert 6 in tree.tokens
-    scores = {int(t): float(s) for t, s in zip(tree.tokens, tree.scores, strict=True)}
-    assert scores[5] > scores[6]
 
 
 def test_nothing_repeated() -> None:
@@ -51,15 +40,6 @@ def test_any_history(history: list[int], budget: int, depth: int) -> None:
     text = ",".join(map(str, history)) + ","
     for path in words(tree):
         assert ",".join(map(str, path)) + "," in text
-
-
-@given(st.lists(st.integers(0, 2), max_size=50))
-def test_places(history: list[int]) -> None:
-    found = places(array("i", history), history)
-    for order in ORDERS:
-        tail = history[-order:]
-        ends = [e for e in range(order, len(history)) if history[e - order : e] == tail]
-        assert found.get(order, []) == ends[::-1][:16]
 
 
 def test_begin() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,12 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from localrt.common.errors import CancelledError
-from localrt.drafts.model_draft import EngineDrafter
 from localrt.quant.ops.protocol import Batch
 from localrt.speculative.best_first import DECAY, Children, Growth, likeliest
-from localrt.speculative.source import DraftFailedError, Rows, TreeSize
+from localrt.speculative.source import DraftFailedError, TreeSize
 from localrt.speculative.tree_source import TreeSource
-from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
+from tests.models.tiny import load_ours, save_tiny, tokens
 from tests.speculative.sources import model_source
 from tests.speculative.test_tree import words
 
@@ -73,21 +70,6 @@ def test_best_nodes(budget: int, round_nodes: int) -> None:
     assert max(calls) <= max(round_nodes, 1)
 
 
-def test_likeliest() -> None:
-    rng = np.random.default_rng(1)
-    for temperature in (1.0, 0.5, 3.0):
-        row = rng.normal(size=1000).astype(np.float32) * 3
-        exact = log_softmax(row.astype(np.float64) / temperature)
-        for least in (-math.inf, -5.0, -1.0):
-            found = likeliest(row, least, temperature=temperature)
-            order = np.argsort(-exact, kind="stable")[:32]
-            expected = [int(i) for i in order if exact[i] > least]
-            assert found.tokens.tolist() == expected
-            assert found.logprobs == pytest.approx(exact[expected], abs=1e-4)
-    with pytest.raises(ValueError):
-        likeliest(np.full(5, np.nan, np.float32), -9.0)
-
-
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder: Path = tmp_path_factory.mktemp("tiny")
@@ -122,14 +104,6 @@ def test_levels_that_are_not_likely_enough(decoder: Any) -> None:
         deeper = words(each.propose(history, TreeSize(100, 4, least)))
         assert max(map(len, deeper)) > 1
         assert set(words(each.propose(history, TreeSize(100, 4)))) == set(whole)
-
-
-def test_another_history(decoder: Any) -> None:
-    kept, other = source(decoder), tokens(30, seed=9)
-    kept.propose(tokens(20), TreeSize(12, 3))
-    for history in (other, other[:10]):
-        expected = set(words(source(decoder).propose(history, TreeSize(8, 2))))
-        assert set(words(kept.propose(history, TreeSize(8, 2)))) == expected
 
 
 def never() -> None:
@@ -214,32 +188,6 @@ def test_cancelled_anywhere(decoder: Any, steps: list[tuple[str, int, int, bool]
     assert all(ours[p] == pytest.approx(theirs[p], abs=1e-3) for p in ours)
 
 
-@pytest.mark.parametrize("useful", [True, False])
-def test_outcome(decoder: Any, useful: bool) -> None:
-    history, kept = tokens(20), source(decoder)
-    tree = words(kept.propose(history, TreeSize(6, 1)))
-    best = max(tree, key=lambda path: tree[path])
-    layers = 0
-
-    def check() -> None:
-        nonlocal layers
-        layers += 1
-
-    def outcome() -> list[int] | None:
-        if layers < 2:  # known within the first round
-            return None
-        return [*best] if useful else [*best, 3, 1]
-
-    before = kept.passes
-    if useful:
-        kept.ahead(history, 40, check=check, outcome=outcome)
-    else:
-        with pytest.raises(CancelledError):
-            kept.ahead(history, 40, check=check, outcome=outcome)
-    assert (layers > 2) == useful
-    assert kept.passes - before == useful  # the round at work is the last
-
-
 def test_end_of_context(decoder: Any) -> None:
     small = source(decoder, capacity=32)
     assert len(small.propose(tokens(32), TreeSize(8, 4))) == 0
@@ -277,47 +225,3 @@ def test_prompt_in_pieces(decoder: Any) -> None:
         fresh.propose(history, TreeSize(8, 2))
     )
     assert draft.passes - before <= 3  # the last token, and two levels at most
-
-
-def test_catch_up(decoder: Any) -> None:
-    history = tokens(50)
-    draft, fresh = source(decoder), source(decoder)
-    draft.catch_up(history)
-    assert draft.missing(history) == 0
-    assert words(draft.propose(history, TreeSize(8, 2))) == approx_words(
-        fresh.propose(history, TreeSize(8, 2))
-    )
-    assert draft.missing([*history, 3]) <= 1
-
-
-class Head(EngineDrafter):
-    """Its rows of draft tokens do not last, and it has ids of its own."""
-
-    name = "head"
-    lasting = False
-    tokens = np.random.default_rng(0).permutation(SIZES["vocab_size"])
-    starts: ClassVar[list[int]] = []
-
-    def first(self, length: int) -> int | None:
-        return 1 if length > 1 else None
-
-    def compute(self, cache: Any, rows: Rows, *, check: Any) -> np.ndarray:
-        self.starts.append(int(rows.positions[0]))
-        own = np.argsort(self.tokens)[list(rows.tokens)].tolist()
-        return super().compute(cache, replace(rows, tokens=own), check=check)
-
-
-def test_rows_that_do_not_last(decoder: Any) -> None:
-    engine: Any = SimpleNamespace(cache=decoder.cache, run=decoder.forward)
-    head = Head(engine, SIZES["vocab_size"])
-    draft = TreeSource(head, capacity=200)
-    assert not draft.prepares
-    history = Head.tokens[tokens(20)].tolist()
-    assert len(draft.propose(history[:1], TreeSize(30, 8))) == 0, "nothing to begin from"
-    found = words(draft.propose(history, TreeSize(12, 3)))
-    own = words(source(decoder).propose(tokens(20)[1:], TreeSize(12, 3)))
-    assert found == {tuple(Head.tokens[list(path)].tolist()): pytest.approx(score, abs=1e-3)
-                     for path, score in own.items()}  # fmt: skip
-    head.starts.clear()
-    draft.propose([*history, 7], TreeSize(4, 3))
-    assert head.starts[0] == 20, "what was known stays"
