@@ -128,15 +128,12 @@ def test_best_setting_within_memory(
     assert info["device"] == "a GPU"
     calls = path.with_suffix(".calls").read_text("utf-8").splitlines()
     assert len(calls) <= llama_bench._MOST_TRIALS + 3, "trials, one without flash attention, both"
-    assert calls[0].endswith("-fa 1 -p 0 -n 16 -d 20 -r 1 -t 2 -o json")
     assert calls[-2].startswith(f"{setting} -fa 1 -p 20 -n 0 -r 3")
     assert calls[-1].startswith(f"{setting} -fa 1 -p 0 -n 5 -d 20 -r 3")
     assert len(samples) == 3
     first = samples[0]
     assert first["prefill_tok_s"] == 10 * first["decode_tok_s"]
     assert first["ttft_s"] * first["prefill_tok_s"] == pytest.approx(20)
-    # The program waits until it is looked at where there is a library; else it may just have begun.
-    assert first["peak_ram_bytes"] > (MB if library else 0)
     peak = first["peak_vram_bytes"]
     assert peak is None if not library else 0 < peak <= (budget or 0) * MB
     assert lines[-1] == f"peer ({found}): measuring"
@@ -167,7 +164,6 @@ def test_bytes_of_experts(tmp_path: Path) -> None:
     [
         (None, "llama-bench cannot be started: No such file or directory"),
         ("echo '[{}]'", "it printed no results as JSON (exit code 0)"),
-        ("kill -9 $$", "it printed no results as JSON (exit code -9)"),
         ("echo no memory >&2\nexit 1", "no memory"),
     ],
 )

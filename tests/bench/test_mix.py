@@ -29,7 +29,7 @@ from localrt.bench.mix.mix import (
 )
 from localrt.bench.mix.neighbours import NeighbourHandlers, RunningNeighbour
 from localrt.bench.mix.report import to_json, to_table
-from localrt.bench.mix.runner import MixOutcome, Outcome, run_mix
+from localrt.bench.mix.runner import Outcome, run_mix
 from localrt.bench.mix.servers import (
     Client,
     LlamaServer,
@@ -82,9 +82,7 @@ def _read(folder: Path, text: str, **options: Any) -> Any:
 
 def test_values(tmp_path: Path) -> None:
     mix = _read(tmp_path, GOOD)
-    assert (mix.name, mix.seconds, mix.seed) == ("day", 60, 7)
-    assert mix.models == {"small": "a.gguf"}
-    assert mix.server == {"ram": "2GB"}
+    assert (mix.name, mix.seconds, mix.seed, mix.server) == ("day", 60, 7, {"ram": "2GB"})
     (app,) = mix.apps
     assert (app.name, app.class_, app.every_s, app.turns) == ("chat", "interactive", 5, 3)
     assert app.goals == Goals(ttft_s=1, tpot_s=0.2)
@@ -110,9 +108,7 @@ def test_values(tmp_path: Path) -> None:
     [
         ("seconds = 60", "", "the file: seconds is missing"),
         ("seed = 7", "seeds = 7", "the file: seeds is unknown: did you mean seed?"),
-        ('"interactive"', '"urgent"', "[[app]] 1: class must be one of interactive, background"),
         ('model = "small"', 'model = "big"', "[[app]] 1: model 'big' is not in [models]"),
-        ("every_s = 5", "every_s = 5\nclosed = 1", "arrivals every_s and closed contradict"),
         ("every_s = 5", "every_s = true", "[[app]] 1: every_s must be a number above 0, is True"),
         ('name = "other"', 'name = "film"', "[[neighbour]] 2: name 'film' is used twice"),
         ("seed = 7", "seed =", "is not TOML"),
@@ -129,26 +125,11 @@ def test_mistakes(tmp_path: Path, old: str, new: str, line: str) -> None:
     assert not isinstance(caught.value, OptionError)  # exit status 1
 
 
-def test_prompts(tmp_path: Path) -> None:
-    text = GOOD.replace("every_s = 5", 'every_s = 5\nprompts = "mine.txt"')
-    file = tmp_path / "mine.txt"
-    file.write_text("one\n\n{two}\n")
-    assert _read(tmp_path, text).apps[0].prompts == ("one", "{two}")
-    file.write_text('{"prompt": "a"}\n{"prompt": "b\\nc"}\n')
-    assert _read(tmp_path, text).apps[0].prompts == ("a", "b\nc")
-    for bad, line in (("", "has no texts"), ('{"text": "a"}', 'no {"prompt": TEXT}')):
-        file.write_text(bad)
-        with pytest.raises(LocalrtError) as caught:
-            _read(tmp_path, text)
-        assert line in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("arguments", "status", "line"),
     [
         (["--mix", "stud"], 1, "no mix 'stud': give a .toml file, or student"),
         (["--mix", "student", "--model", "small"], 2, "--model takes NAME=PATH"),
-        (["--mix", "student", "--trace", "t"], 2, "--mix and --trace cannot be combined"),
         (["--seconds", "9"], 2, "--seconds and --out need --mix"),
     ],
 )
@@ -176,8 +157,6 @@ def test_goals() -> None:
     for name, time in TIMES.items():
         tighter = time * (1.01 if name == "tokens_s" else 0.99)
         assert not Goals(**{**TIMES, name: tighter}).met(**took)
-    assert Goals(ttft_s=1, tpot_s=1).met(ttft_s=None, tpot_s=None, total_s=1e9, tokens=0)
-    assert (Goals().stall_s, Goals(tpot_s=0.2).stall_s) == (1.0, 0.4)
     # An answer that is given up has missed what it had no time left for.
     for after, first, missed in (
         *((0.4, None, False), (0.6, None, True), (1.9, 0.4, False)),
@@ -281,18 +260,14 @@ def answer(asked: Asked, connection: socket.socket) -> bytes | None:
     return HEAD + b"".join(pieces) + event(choices=[], usage=USAGE) + DONE
 
 
-def _report(outcome: MixOutcome, mix: Mix = MIX) -> dict[str, Any]:
-    found = to_json(outcome, mix, hardware.probe())
-    return dict(json.loads(json.dumps(found)))
-
-
 def test_a_whole_mix() -> None:
     neighbour = Neighbour(name="film", kind="video", work={"frame_ms": 5.0, "work_mb": 0.01})
     with fake(answer) as server:
         endpoint = RunningServer(server.url, None)
         endpoint.check(MIX)
         mix = replace(MIX, neighbours=(neighbour,))
-        report = _report(run_mix(mix, [endpoint], 1, lambda line: None), mix)
+        outcome = run_mix(mix, [endpoint], 1, lambda line: None)
+    report = json.loads(json.dumps(to_json(outcome, mix, hardware.probe())))
     (found,) = report["servers"]
     chat, typing, index, batch = found["apps"]
     assert (chat["requests"], chat["failed"], chat["goals_met"]) == (2, 0, 1)
@@ -365,21 +340,6 @@ def test_one_request() -> None:
     assert Outcome.of(late, 0.0, reply).met is False
 
 
-@pytest.mark.parametrize(
-    ("raw", "line"),
-    [
-        (whole(429, {"error": {"message": "later"}}), "busy (429: later)"),
-        (HEAD + delta(content="a"), "broke off in the middle"),
-        (HEAD + event(error={"message": "no memory"}), "no memory"),
-        (HEAD + event(choices="x"), "does not speak OpenAI's protocol"),
-    ],
-)
-def test_failures(raw: bytes, line: str) -> None:
-    reply = _send(lambda asked, connection: raw)
-    assert line in (reply.error or "")
-    assert Outcome.of(CHAT, 0.0, reply).met is False
-
-
 # -- servers and neighbours ------------------------------------------------------------------------
 
 
@@ -420,13 +380,6 @@ def _program(folder: Path) -> Path:
     return file
 
 
-def ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # nobody has waited for it
-    except psutil.NoSuchProcess:
-        return True
-
-
 @needs_scripts
 def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
     paths = {"m": tmp_path / "m.gguf", "broken": tmp_path / "b.gguf"}
@@ -435,19 +388,15 @@ def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
     with server.serve(MIX) as running:
         pids = list(running.owners.values())
         assert list(running.owners) == ["peer (chat)", "peer (index)", "peer (batch)"]
-        assert all(psutil.pid_exists(pid) for pid in pids)
         assert len({place.address for place in running.places.values()}) == 3
         assert running.places["chat"].address == running.places["type"].address
         assert "server -m m.gguf -np 4 -c 32768 --cont-batching --flag" in running.commands
         assert "--embeddings" in running.commands[1]
-        assert str(tmp_path) not in str(running.commands)
-    assert all(ended(pid) for pid in pids)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     # One that does not start is skipped.
     server = LlamaServer("peer", _program(tmp_path), {"m": tmp_path / "m.gguf"}, ["--fail"])
-    mix = replace(MIX, apps=(CHAT,))
-    outcome = run_mix(mix, [server], 2, lambda line: None)
+    outcome = run_mix(replace(MIX, apps=(CHAT,)), [server], 2, lambda line: None)
     assert outcome.skipped == {"peer": "the server did not start: no such model"}
-    assert "peer did not run: the server did not start" in to_table(_report(outcome, mix))
 
 
 WORK: dict[str, dict[str, Any]] = {
@@ -468,8 +417,6 @@ def test_neighbours() -> None:
         assert threading.active_count() == before + work.get("cores", 1)
         assert set(handlers.stop()) == figures.get(kind, set())
         assert threading.active_count() == before
-    NeighbourHandlers().start("memory", 0.01, WORK["memory"])
-    wait_for(lambda: threading.active_count() <= before)
     handlers = NeighbourHandlers()
     handlers.start("memory", None, {"bytes": 1 << 60})
     assert "error" in handlers.stop()

@@ -14,11 +14,8 @@ import pytest
 
 import benchmarks
 import localrt
-from benchmarks import tables
 from benchmarks.common.command import RESULTS
 from benchmarks.common.record import Results, load
-from benchmarks.cpu.__main__ import run_peer
-from benchmarks.quality import __main__ as quality
 from localrt.bench.llama_bench import PeerFailedError
 from tests.conftest import needs_scripts
 
@@ -39,8 +36,11 @@ def commands() -> Iterator[str]:
             yield name.removesuffix(".__main__")
 
 
+@pytest.mark.slow
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """All modules can be imported, each command has its help, and results cite such commands."""
+    from benchmarks import tables
+
     for name in modules():
         import_module(name)
     for name in commands():
@@ -81,9 +81,12 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     Results(None, "c").put({"name": "nowhere"})
 
 
+@pytest.mark.slow
 def test_a_figure_that_no_file_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from benchmarks import tables
+
     assert tables.main(["--check"]) == 0
     page = tmp_path / "page.md"
     monkeypatch.setattr(tables, "pages", lambda: [page])
@@ -129,6 +132,8 @@ def program(tmp_path: Path) -> Path:
 
 @needs_scripts
 def test_peer(program: Path) -> None:
+    from benchmarks.cpu.__main__ import run_peer
+
     job = {"model": "m.gguf", "kind": "prompt", "tokens": 8192, "repeats": 2, "threads": 3}
     found = run_peer("ik_llama.cpp", program, "-rtr 0 -fa 1", job)
     assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
@@ -156,6 +161,8 @@ def test_resume_run(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    from benchmarks.quality import __main__ as quality
+
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     elsewhere = SimpleNamespace(gettempdir=lambda: "/elsewhere")  # the tests' own folder is kept
     monkeypatch.setattr("localrt.hub.cache.tempfile", elsewhere)

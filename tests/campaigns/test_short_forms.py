@@ -28,9 +28,8 @@ def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
-MODELS = ("adapters", "configs", "encoders", "projectors", "quantized")
-"""Their inputs take torch seconds to make."""
-SLOW = (*MODELS, "requests")
+MODELS = ("adapters", "configs", "encoders", "projectors", "quantized")  # by torch, in seconds
+SLOW = (*MODELS, "requests", "documents", "tools", "machines", "settings", "caches")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
-"""Drafts of a model through the API: options, vocabularies, budgets, and the same tokens."""
+"""Drafts of a model: options, vocabularies, budgets, heads of targets in several memories, and the
+same tokens always.
+"""
 
 from __future__ import annotations
 
-from contextlib import closing
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,18 +17,26 @@ import pytest
 import torch
 
 import localrt
+from localrt.common.errors import OptionError
 from localrt.drafts.head_draft import HeadDraft
 from localrt.drafts.heads.files import prediction_notes
 from localrt.drafts.model_draft import CacheRoom, EngineDrafter
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.options import read_options
+from localrt.engine.options import Options, read_options
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
+from localrt.models.checkpoints import open_checkpoint
+from localrt.offload.kv.cache import KvTier
+from localrt.offload.store import pack_store
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.formats.tiled import tile_tensor
 from localrt.quantize.quantize import Recipe, quantize_model
 from localrt.speculative.best_first import DECAY
 from localrt.speculative.source import DraftFailedError, Rows, TreeSize
 from localrt.speculative.tree import ROOT
 from tests.conftest import needs_kernels, write_tiny_model
+from tests.engine.test_speculation import fixed, ids, info_of, run
+from tests.inside import engine_of
 from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny, tokens
 from tests.models.tiny_heads import (
@@ -35,13 +48,13 @@ from tests.models.tiny_heads import (
     TinyDFlash,
     TinyEagle3,
 )
-from tests.offload.placed import Model as StoredModel
-from tests.offload.placed import passing
+from tests.offload.placed import Model, passing
+
+pytestmark = needs_kernels
 
 OPTIONS: dict[str, Any] = {"max_tokens": 30, "ignore_eos": True}
 
 
-@needs_kernels
 def test_same_tokens(folders: tuple[Path, Path]) -> None:
     target, draft = folders
     with localrt.load(target) as model:
@@ -62,7 +75,6 @@ def test_same_tokens(folders: tuple[Path, Path]) -> None:
                 assert ours.metrics.accepted_per_pass is not None
 
 
-@needs_kernels
 def test_unknown_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
     target, _ = folders
     write_tiny_model(tmp_path)
@@ -79,7 +91,6 @@ def test_unknown_vocabulary(folders: tuple[Path, Path], tmp_path: Path) -> None:
             load()
 
 
-@needs_kernels
 @pytest.mark.parametrize("more", ["target", "draft"])
 def test_rows_of_no_token(folders: tuple[Path, Path], more: str, tmp_path: Path) -> None:
     """Models of one family may have matrices of several heights."""
@@ -92,7 +103,6 @@ def test_rows_of_no_token(folders: tuple[Path, Path], more: str, tmp_path: Path)
     assert "model" in str(ours.metrics.speculation)
 
 
-@needs_kernels
 def test_no_room(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     target, draft = folders
     with localrt.load(target, ram="8GB") as model:
@@ -105,7 +115,6 @@ def test_no_room(folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) ->
         assert "are left" in note
 
 
-@needs_kernels
 @pytest.mark.parametrize(
     "kind",
     [
@@ -201,7 +210,6 @@ def test_tree_of_a_block(kind: str, tmp_path: Path) -> None:
             assert tree.height <= BLOCK - first
 
 
-@needs_kernels
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_head_of_a_streamed_model(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -214,7 +222,7 @@ def test_head_of_a_streamed_model(
         config, own = save_tiny("llama", source).config, tmp_path / "own"
         TinyDFlash(own, config.hidden_size, config.vocab_size)
     store = quantize_model(source, tmp_path / "store", Recipe("int8-g32")).path
-    parts, model, ids = load_model(store, LoadOptions(device="cpu")), StoredModel(store), tokens(12)
+    parts, model, ids = load_model(store, LoadOptions(device="cpu")), Model(store), tokens(12)
     found = {}
     assert bool(prediction_notes(store)) is (kind == "mtp")
     if kind != "mtp":
@@ -316,3 +324,121 @@ def test_token_that_only_the_target_has() -> None:
     drafter, rows = EngineDrafter(unused, 4000), Rows([1, 4000], np.arange(2), 1)
     with pytest.raises(DraftFailedError, match="vocabulary has no token 4000"):
         drafter.compute(unused, rows, check=None)
+
+
+CAPACITY = 300
+PROMPT = tokens(270)  # more than a block of a cache
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target of six layers in a store, and its assistant."""
+    folder = tmp_path_factory.mktemp("gemma4")
+    TinyAssistant("gemma4-keys-as-values", folder / "target", folder / "own")
+    with closing(open_checkpoint(folder / "target")) as source:
+        pack_store(source, folder / "store", tiler=tile_tensor)
+    return folder
+
+
+@pytest.fixture
+def model(folder: Path, request: Any) -> Iterator[Model]:
+    with closing(Model(folder / "store", kv_format=getattr(request, "param", "bf16"))) as model:
+        yield model
+
+
+def head_of(engine: NativeEngine, folder: Path) -> HeadDraft:
+    target: Any = SimpleNamespace(engine=engine, path=folder / "store", ctx=CAPACITY)
+    return HeadDraft(target, folder / "own")
+
+
+def answers(engine: NativeEngine, head: HeadDraft | None) -> list[int]:
+    """Two answers of one session, the second of which goes back to before a block's end."""
+    said, session = list[int](), engine.session(CAPACITY)
+    drafts = head and fixed(head.source(session, Options()), budget=9, depth=3)
+    for prompt in (PROMPT, [*PROMPT[:250], 7, 8]):
+        said += ids(run(engine, drafts, session=session, prompt=prompt, max_tokens=8))
+    return said
+
+
+def drafted(engine: NativeEngine, folder: Path) -> tuple[list[int], list[np.ndarray]]:
+    """Answers with drafts, and all logits of the assistant."""
+    seen = list[np.ndarray]()
+    with closing(head_of(engine, folder)) as head:
+        forward = head.forward
+
+        def noted(*args: Any, **options: Any) -> np.ndarray:
+            seen.append(forward(*args, **options))
+            return seen[-1]
+
+        head.forward = noted
+        return answers(engine, head), seen
+
+
+@pytest.mark.parametrize("on_ssd", [None, (0, 1, 2, 4)])
+def test_assistant_of_a_streamed_target(
+    on_ssd: tuple[int, ...] | None, folder: Path, model: Model, tmp_path: Path
+) -> None:
+    """The same logits as with a resident target, and with other layers' keys on the SSD."""
+    resident = NativeEngine(model.resident, info_of("gemma4"))
+    wanted, logits = drafted(resident, folder)
+    assert wanted == answers(resident, None)
+    with ExitStack() as opened:
+        options: dict[str, Any] = {}
+        if on_ssd is not None:
+            ops, specs = NativeOps(threads=1), model.config.attending
+            places: Any = ["ssd" if n in on_ssd else "ram" for n in range(len(specs))]
+            tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format="bf16")
+            ops.kv_maker, model.ops, options = tier, ops, {"kv_tier": tier}
+        decoder = opened.enter_context(model.placed(passing(model.store), **options))
+        engine = NativeEngine(decoder, resident.info)
+        said, seen = drafted(engine, folder)
+        assert said == wanted == answers(engine, None)
+    assert len(seen) == len(logits)
+    assert all(map(np.array_equal, seen, logits))
+
+
+def test_keys_on_the_ssd(folder: Path, model: Model, tmp_path: Path) -> None:
+    specs, places = model.config.attending, ("ram",) * 5 + ("ssd",)
+    model.ops.kv_maker = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format="bf16")  # type: ignore[arg-type]
+    with closing(model.ops.kv_maker):  # type: ignore[arg-type]
+        engine = NativeEngine(model.resident, info_of("gemma4"))
+        with pytest.raises(OptionError, match=r"no keys of the SSD .*: use a smaller ctx"):
+            head_of(engine, folder)
+
+
+def test_assistant_within_a_budget(folder: Path) -> None:
+    """Through the API, before and after the target's weights are taken from RAM."""
+    options: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "temperature": 0.0}
+    own, prompt = str(folder / "own"), PROMPT[:40]
+    with localrt.load(folder / "target", draft=own, shrinkable=True, ctx=CAPACITY) as model:
+        plain = model.generate(token_ids=prompt, draft="off", **options)
+        for leave in (False, True):
+            if leave:
+                assert model.leave_ram(1 << 40) > 0
+            ours = model.generate(token_ids=prompt, draft=own, tree_budget=8, **options)
+            assert ours.token_ids == plain.token_ids
+            assert "head, 8 draft tokens" in str(ours.metrics.speculation)
+            assert (engine_of(model).counts().ssd_read_bytes > 0) is leave
+
+
+FOLDER = Path(__file__).parents[1] / "data/hybrid"
+ROWS = (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+PROMPTS = [json.loads(row)["prompt"] for row in ROWS]
+
+
+@pytest.fixture(scope="module")
+def trained() -> Iterator[localrt.Model]:
+    with localrt.load(FOLDER, device="cpu", ctx=512, draft="mtp", threads=1) as loaded:
+        yield loaded
+
+
+def test_drafts_are_accepted(trained: localrt.Model) -> None:
+    """Chains of three: plain decoding's tokens, about two of them a pass."""
+    brought = []
+    for prompt in PROMPTS[:2]:
+        options = {"raw": True, "max_tokens": 64, "temperature": 0.0, "ignore_eos": True}
+        plain = trained.generate(prompt, draft="off", **options)
+        ours = trained.generate(prompt, draft="mtp", tree_budget=3, tree_depth=3, **options)
+        assert ours.token_ids == plain.token_ids
+        brought.append(ours.metrics.accepted_per_pass or 1.0)
+    assert np.mean(brought) > 1.7
