@@ -18,9 +18,7 @@ from localrt.bench.process import ChildProcess
 from localrt.bench.report import to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Workload
-from localrt.cli import main
 from localrt.engine.llamacpp.gpus import layer_nbytes
-from localrt.offload import hardware
 from localrt.offload.hardware import probe
 from tests.bench.fake_nvml import FOLDER, FakeNvml
 from tests.bench.test_runner import FAKE, ROOT
@@ -215,12 +213,3 @@ def test_beside_our_engine(tmp_path: Path, model: Path) -> None:
     assert [result.engine for result in outcome.results] == ["native"]
     (skipped,) = outcome.skipped
     assert "cannot be started" in skipped.reason
-
-
-def test_command(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(hardware, "gpus", lambda: ())
-    peers = ["--peer", "llama-bench=./no/such/file"]
-    assert main(["bench", str(tiny_folder), *peers, "--gpu-memory", "8GB"]) == 2
-    assert "--peer makes a run, but without a GPU" in capsys.readouterr().err

@@ -37,7 +37,6 @@ from localrt.bench.mix.servers import (
     Target,
     TimedReply,
 )
-from localrt.cli import main
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware
@@ -123,24 +122,6 @@ def test_mistakes(tmp_path: Path, old: str, new: str, line: str) -> None:
     assert "day.toml" in message
     assert "\n" not in message
     assert not isinstance(caught.value, OptionError)  # exit status 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "line"),
-    [
-        (["--mix", "stud"], 1, "no mix 'stud': give a .toml file, or student"),
-        (["--mix", "student", "--model", "small"], 2, "--model takes NAME=PATH"),
-        (["--seconds", "9"], 2, "--seconds and --out need --mix"),
-    ],
-)
-def test_bad_usage(
-    arguments: list[str], status: int, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == status
-    printed = capsys.readouterr()
-    assert line in printed.err
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
 
 
 # -- goals -----------------------------------------------------------------------------------------
@@ -341,20 +322,6 @@ def test_one_request() -> None:
 
 
 # -- servers and neighbours ------------------------------------------------------------------------
-
-
-def test_names_of_models_at_a_url() -> None:
-    with fake(lambda *_: listed("one")) as server:
-        endpoint = RunningServer(server.url, None)
-        endpoint.check(MIX)  # the only model is meant
-        with endpoint.serve(MIX) as running:
-            assert {place.model for place in running.places.values()} == {"one"}
-    with fake(lambda *_: listed("one", "two")) as server:
-        with pytest.raises(LocalrtError, match="lists one, two, and not 'm': give --model m=NAME"):
-            RunningServer(server.url, None).check(MIX)
-        RunningServer(server.url, None).check(replace(MIX, models={"m": "x/two.gguf"}))
-    with pytest.raises(LocalrtError, match="cannot be read"):
-        RunningServer(server.url, None).check(MIX)
 
 
 SERVER = """#!{python} -S

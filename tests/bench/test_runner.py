@@ -239,6 +239,9 @@ def test_traces(tmp_path: Path) -> None:
         (["no/such/file.gguf"], 1, "no/such/file.gguf"),
         (["--sweep", "batch=1", "--all"], 2, "--sweep and --all cannot be combined"),
         (["some.gguf", "--all"], 2, "--all measures every model: leave out MODEL"),
+        (["--mix", "stud"], 1, "no mix 'stud': give a .toml file, or student"),
+        (["--mix", "student", "--model", "small"], 2, "--model takes NAME=PATH"),
+        (["--seconds", "9"], 2, "--seconds and --out need --mix"),
     ],
 )
 def test_bad_usage(
@@ -257,16 +260,15 @@ def test_bad_usage(
 # -- a knob in steps, and every model --------------------------------------------------------------
 
 
-def _swept(
-    options: BenchOptions, text: str, started: list[int], notify: Any = lambda line: None
-) -> Outcome:
+def _swept(options: BenchOptions, text: str, started: list[int]) -> Outcome:
     def start(engine: str) -> ChildProcess:
         child = ChildProcess(FAKE)
         started.append(child.pid)
         return child
 
     name, values = parse_sweep(text)
-    return run_sweep(swept(options, name, values), name, notify=notify, start=start)
+    points = swept(options, name, values)
+    return run_sweep(points, name, notify=lambda line: None, start=start)
 
 
 def test_answers_that_share_passes(tmp_path: Path) -> None:
@@ -293,15 +295,6 @@ def test_points_that_cannot_run(tmp_path: Path) -> None:
     assert failed == [("1kB", "1 kB holds no model")]
     assert [each.setting for each in outcome.results] == ["2GB"]
     assert "1kB  1 kB holds no model" in _table(outcome, options)
-
-    def notify(line: str) -> None:
-        if line.startswith("2 (2 of 3)"):
-            raise KeyboardInterrupt
-
-    outcome = _swept(options, "threads=1,2,3", [], notify)
-    assert outcome.interrupted
-    assert [each.setting for each in outcome.results] == ["1"]
-    assert outcome.results[0].info["launch"]["threads"] == 1
 
 
 def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,17 @@
-"""The measurements of ``benchmarks``: command lines, result files, tables, and each in short."""
+"""The measurements of ``benchmarks``: their commands, result files and tables."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import benchmarks
-import localrt
 from benchmarks.common.command import RESULTS
 from benchmarks.common.record import Results, load
-from localrt.bench.llama_bench import PeerFailedError
-from tests.conftest import needs_scripts
 
 ROOT = Path(benchmarks.__file__).parent
 PAGE = "<!-- table: cpu-avx2 -->\n<!-- end -->\n"
@@ -103,91 +97,3 @@ def test_a_figure_that_no_file_holds(
     page.write_text("<!-- table: cpu-abacus -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"cpu-abacus\.json, which is not in"):
         tables.main(["--check"])
-
-
-# -- each measurement in short ---------------------------------------------------------------------
-
-
-_SCRIPT = """#!{python}
-import json, sys
-from pathlib import Path
-words = sys.argv[1:]
-with Path(__file__).with_suffix(".calls").open("a") as calls:
-    print(*words, file=calls)
-if "-rtr 1 -fa 1" in " ".join(words):
-    sys.exit("it cannot do that")
-rate = 100.0 + (words[words.index("-fa") + 1] == "1")
-print(json.dumps([{{"samples_ts": [rate / 2, rate], "build_commit": "abc"}}]))
-"""
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """Faster with flash attention; ik_llama.cpp fails with it and repacked weights."""
-    path = tmp_path / "llama-bench"
-    path.write_text(_SCRIPT.format(python=sys.executable))
-    path.chmod(0o755)
-    return path
-
-
-@needs_scripts
-def test_peer(program: Path) -> None:
-    from benchmarks.cpu.__main__ import run_peer
-
-    job = {"model": "m.gguf", "kind": "prompt", "tokens": 8192, "repeats": 2, "threads": 3}
-    found = run_peer("ik_llama.cpp", program, "-rtr 0 -fa 1", job)
-    assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
-    run_peer("llama.cpp", program, "--repack 0 -fa 1", {**job, "kind": "decode", "tokens": 128})
-    assert program.with_suffix(".calls").read_text("utf-8").splitlines() == [
-        "-m m.gguf -rtr 0 -fa 1 -p 8192 -n 0 -w 0 -r 2 -t 3 -o json",
-        "-m m.gguf --repack 0 -fa 1 -p 0 -n 128 -r 2 -t 3 -o json",
-    ]
-    with pytest.raises(PeerFailedError, match=r"-rtr 1 -fa 1: it cannot do that"):
-        run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
-
-
-WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]
-
-
-def passages(count: int, seed: int = 0) -> str:
-    rng = np.random.default_rng(seed)
-    return "\n\n".join(" ".join(rng.choice(WORDS, 40)) + f" {i}." for i in range(count))
-
-
-@pytest.mark.slow
-def test_resume_run(
-    tiny_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from benchmarks.quality import __main__ as quality
-
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    elsewhere = SimpleNamespace(gettempdir=lambda: "/elsewhere")  # the tests' own folder is kept
-    monkeypatch.setattr("localrt.hub.cache.tempfile", elsewhere)
-    text = tmp_path / "prose.txt"
-    text.write_text(passages(60))
-    out = tmp_path / "quality.json"
-    common = [
-        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
-        *("--tokens", "512", "--ctx", "128", "--calibration-tokens", "1024"),
-        *("--cache", str(tmp_path / "cache"), "--json", str(out)),
-    ]
-    assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
-    first = json.loads(out.read_text("utf-8"))
-    (made,) = first["rows"]
-    (score,) = made["scores"]
-    assert (made["weights"], score["text"]) == ("int8-g32 rtn", "prose")
-    assert score["kl"] < 0.05
-    assert score["top1"] > 0.8
-    assert made["bits_per_weight"] == pytest.approx(8.5)
-    assert first["references"][tiny_folder.name].keys() == {"prose"}
-    assert str(tmp_path) not in first["command"]
-
-    assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn"]) == 0
-    second = json.loads(out.read_text("utf-8"))
-    assert second["rows"][:1] == first["rows"]
-    assert [row["weights"] for row in second["rows"][1:]] == ["mxfp4 rtn"]
-    assert capsys.readouterr().out.count("int8-g32 rtn is done") == 1
-    assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now

@@ -25,8 +25,6 @@ from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options
 from tests.checkpoints.make_gguf import ARRAY, STRING, UINT32, array, raw_gguf, string
 from tests.conftest import needs_kernels, write_tiny_model
-from tests.inside import core_of
-from tests.models.tiny import edited
 from tests.models.tiny_heads import TinyDFlash, TinyEagle3
 
 WORDS = ("<s>", "a", "b", "ab", "ü")
@@ -210,19 +208,3 @@ def test_heads_of_a_repository(settings: Settings) -> None:
     target = gguf(in_hub(settings, "org/Some-1B-GGUF") / "weights-Q4_K_M.gguf", 9000)
     TinyEagle3(in_hub(settings, "me/some_1b_eagle3"), 64, 259)
     assert find_head(target, settings) == "me/some_1b_eagle3"
-
-
-@needs_kernels
-def test_auto_with_a_head(tmp_path: Path) -> None:
-    model, head = tmp_path / "tiny", tmp_path / "tiny-eagle3"
-    model.mkdir()
-    head.mkdir()
-    write_tiny_model(model)
-    TinyEagle3(head, 64, 259)
-    edited(head, eagle_config=None, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    with localrt.load(model) as loaded:
-        plain = loaded.generate("ab ab", draft="off", max_tokens=30, temperature=0.0)
-        ours = loaded.generate("ab ab", max_tokens=30, temperature=0.0)
-        drafts: Any = core_of(loaded).drafts
-        assert drafts._drafts[str(head)][0].kind == "head"
-    assert ours.token_ids == plain.token_ids

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,23 +83,6 @@ def test_both_on_the_gpu(place: Place) -> None:
     assert found.target.gpu_memory == 200_000_000 - vram + beside
 
 
-def test_small_gpu(place: Place) -> None:
-    found = place(SMALL)
-    assert found.line.startswith("draft draft: the draft is in RAM")
-    assert found.target is not None
-    assert found.draft is not None
-    assert (found.target.device, found.draft.device) == ("cuda", "cpu")
-
-
-def test_no_draft(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "draft_nbytes", lambda *_: 10**15)
-    found = place(SMALL)
-    assert found.target is found.draft is None
-    assert re.match(
-        r"draft draft is not used: the draft needs 1000 TB, and \S+ \S+ of RAM", found.note
-    )
-
-
 def test_bad_input(folders: tuple[Path, Path]) -> None:
     with pytest.raises(
         OptionError, match=r"must be auto, cpu or cuda, is 'virtual:8GB'.*plan MODEL --gpu"
@@ -173,24 +154,3 @@ def test_load(folder: Path, devices: list[str]) -> None:
         assert str(ours.metrics.speculation).startswith("speculation: model")
         assert (ours.metrics.accepted_per_pass or 0) > 1.5  # it is the target itself
     assert devices[0] == "cuda"
-
-
-@pytest.mark.slow
-def test_draft_fails(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that others took since it was planned."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise localrt.MemoryBudgetError("it needs 1 GB and 0 B of GPU memory are left")
-
-    monkeypatch.setattr(loading, "load_draft", full)
-    loaded: list[Any] = []
-
-    def load(path: Path, options: Any, *more: Any, **others: Any) -> Any:
-        loaded.append(options)
-        return load_model(path, replace(options, device="cpu"), *more, **others)
-
-    load_model = loading.load_model
-    monkeypatch.setattr(loading, "load_model", load)
-    with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
-        assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
-    assert [options.device for options in loaded] == ["cuda"]  # as without a draft

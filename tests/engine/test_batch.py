@@ -1,5 +1,5 @@
-"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory, faults; one
-sweep for all where weights are streamed.
+"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory; one sweep for
+all where weights are streamed.
 """
 
 from __future__ import annotations

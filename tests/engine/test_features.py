@@ -1,5 +1,5 @@
-"""What a native session records: hidden states, the same bits however they came to be; rates; the
-RAM it takes.
+"""What a native session records: hidden states, the same bits however they came to be; the RAM it
+takes.
 """
 
 from __future__ import annotations

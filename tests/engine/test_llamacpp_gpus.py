@@ -78,16 +78,6 @@ def test_layers_that_fit(model: Path, rooms: list[int], expected: list[int]) -> 
     assert [each.layers for each in placed] == expected
 
 
-def test_limits(model: Path) -> None:
-    """A limit counts for each GPU, and a longer cache leaves room for fewer layers."""
-    (placed,) = with_layers([device(1 << 40)], model, ctx=CTX, most=ALL - 1)
-    assert placed.layers == 4
-    beside = 4 * gpus.CHUNK * 4 * CTX
-    (placed,) = with_layers([device(ALL + beside)], model, ctx=2 * CTX)
-    assert placed.layers < 5
-    assert with_layers([device(1 << 40)], model, ctx=CTX, most=0) == []
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that loads models, and llama.cpp's CPU in the place of GPUs."""

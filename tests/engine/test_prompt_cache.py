@@ -242,17 +242,6 @@ def test_copies_within_a_budget(
         assert taken == cache.ram_nbytes == sum(sizes[n] for n in expected) * block
 
 
-def test_common_beginning(engine: NativeEngine, tmp_path: Path) -> None:
-    """A prompt takes the copy of the conversation that it continues, and leaves others theirs."""
-    cache, beginning = cache_in(tmp_path, limit=0), tokens(300)
-    one, other = ([*beginning, *tokens(500, seed=n)] for n in (1, 2))
-    cache.hold(filled(engine, one))
-    assert cache.restore(engine.session(2048), other) == 300
-    assert cache.restore(engine.session(2048), [*one, 5, 6]) == 800
-    assert cache.restore(engine.session(2048), one) == 0
-    assert not cache.folder.exists()
-
-
 def test_no_disk_on_a_gpu(
     engine: NativeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

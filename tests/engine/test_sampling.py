@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -256,15 +256,6 @@ def test_where_the_best_logits_are_enough(settings: dict[str, Any], enough: bool
 BYTES = 256
 
 
-class PairTokenizer(ByteTokenizer):
-    """Bytes, but for one that stands for two characters."""
-
-    pairs: ClassVar = {3: b"a."}
-
-    def token_bytes(self, token: int) -> bytes:
-        return self.pairs.get(token) or super().token_bytes(token)
-
-
 def naive(tokens: Sequence[int], sampling: Sampling, breaks: Sequence[int]) -> dict[int, float]:
     """The penalty of each token, by comparing every position with the end. ``breaks`` are the
     places behind which a breaker ends.
@@ -310,21 +301,6 @@ def test_dry_penalties(prompt: list[int], said: list[int], last: int, allowed: i
             if each != ord("\n"):
                 expected[each] -= lost
         np.testing.assert_allclose(dry.applied(logits), expected, rtol=1e-6)
-
-
-def test_breakers() -> None:
-    text = [ord(each) for each in "xyz"]
-    for between, breaker, ends in (
-        ([3, ord("\n")], ".\n", True),  # begins at the end of one
-        ([ord("."), ord(" "), ord("\n")], ".\n", False),
-    ):
-        sampling = Sampling(dry_multiplier=1.0, dry_sequence_breakers=[breaker])
-        dry = Dry(sampling, [*text, *between, *text[:2]], PairTokenizer())
-        logits = np.zeros(BYTES, np.float32)
-        assert dry.applied(logits)[ord("z")] == -1
-        dry = Dry(sampling, [*text, *between, *text, *between, text[0]], PairTokenizer())
-        # What repeats would have three tokens in front of the breaker.
-        assert (dry.applied(logits)[ord("y")] == 0) == ends
 
 
 def test_long_repetition() -> None:

@@ -9,19 +9,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from localrt.common.errors import MemoryBudgetError
+from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineInfo
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
-from localrt.engine.speculation import Speculation
+from localrt.engine.speculation import GapWork, Speculation
 from localrt.engine.types import Chunk
 from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
@@ -31,10 +32,11 @@ from localrt.speculative.source import DraftFailedError, DraftSource, TreeSize
 from localrt.speculative.tree import ROOT, TokenTree
 from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
-from tests.engine.fake_session import ByteTokenizer
+from tests.engine.fake_session import ByteTokenizer, ScriptedEngine
 from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
 from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
+from tests.waits import wait_for
 
 pytestmark = needs_kernels
 
@@ -53,17 +55,12 @@ SAMPLINGS = {
 
 
 def info_of(architecture: str) -> EngineInfo:
-    return EngineInfo(
+    return replace(
+        ScriptedEngine.info,
         engine="native",
         architecture=architecture,
-        device="cpu",
-        format="bf16",
-        parameters=0,
-        layers=3,
         vocab_size=SIZES["vocab_size"],
-        weight_bytes=0,
         context_length=CAPACITY,
-        exactness="bit-exact",
     )
 
 
@@ -451,3 +448,59 @@ def test_ahead_of_a_streamed_target(tmp_path: Path) -> None:
             assert helper.ahead > 0
             assert told in str(chunks[-1].metrics.speculation)
             assert not any_drafting()
+
+
+def nothing() -> None:
+    pass
+
+
+class Layers:
+    """Work of many short layers, which are counted."""
+
+    def __init__(self, useful: Callable[[Any], bool] = lambda true: False) -> None:
+        self.done = 0
+        self.ended = ""
+        self._useful = useful
+
+    def __call__(self, check: Callable[[], None], outcome: Callable[[], Any]) -> None:
+        try:
+            more = 3
+            while more:
+                check()
+                true = outcome()
+                if true is not None and not self._useful(true):
+                    raise CancelledError("of no use")
+                more -= true is not None
+                self.done += 1
+            self.ended = "finished"
+        except CancelledError as error:
+            self.ended = str(error)
+            raise
+
+
+def test_gaps_alone() -> None:
+    layers = Layers()
+    with GapWork(nothing, layers) as check:
+        time.sleep(0.01)
+        assert layers.done == 0  # the pass computes
+        with check.waiting():
+            wait_for(lambda: layers.done > 3)
+        before = layers.done
+        time.sleep(0.025)
+        assert layers.done <= before + 1  # the layer that was at work has ended since
+        with check.waiting():
+            wait_for(lambda: layers.done > before + 1)
+        check.ended([7])
+    assert layers.ended == "of no use"
+    assert not any_drafting()
+    assert check.error is None
+    assert 0 <= check.shared_s < check.waited_s + 5
+
+
+def test_useful_work_finished() -> None:
+    layers = Layers(useful=lambda true: true == [7])
+    with GapWork(nothing, layers) as check:
+        with check.waiting():
+            wait_for(lambda: layers.done > 0)
+        check.ended([7])
+    assert layers.ended == "finished"

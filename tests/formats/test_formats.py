@@ -7,7 +7,7 @@ import warnings
 import gguf
 import numpy as np
 import pytest
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -110,18 +110,6 @@ def test_finite_values(name, values):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_an_outlier_harms_its_own_group_only(name):
-    codec = CODECS[name]
-    values = weights(name, 5, 1, 4, spread=0.0)
-    plain = unpack(pack(values, codec.format, scale=1.0))
-    values[0, 0] = 300.0
-    spoilt = unpack(pack(values, codec.format, scale=1.0))
-    block = codec.format.block
-    assert np.array_equal(spoilt[:, block:], plain[:, block:])
-    assert abs(spoilt[0, 0] / 300 - 1) < 0.15
-
-
-@pytest.mark.parametrize("name", CODECS)
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
 def test_nan_is_refused(name, bad):
     values = weights(name, 1, 2, 1)
@@ -205,16 +193,6 @@ def test_int4_is_ggmls(name, same):
     packed = pack(random_weights(1), AFFINE[name].format)
     as_ggml = PackedTensor("w", same, packed.shape, packed.data)
     assert np.array_equal(unpack(packed), unpack(as_ggml))
-
-
-@pytest.mark.parametrize(("name", "same", "head"), [("int4-g32", "Q4_0", 2), ("mxfp4", "MXFP4", 1)])
-def test_scales_are_those_of_ggml(name, same, head):
-    values = random_weights(2)
-    ours = pack(values, CODECS[name].format)
-    theirs = quantize(values, gguf.GGMLQuantizationType[same])
-    width = ours.format.block_bytes
-    scales = (each.reshape(-1, width)[:, :head] for each in (ours.data, theirs))
-    np.testing.assert_array_equal(*scales)
 
 
 @pytest.mark.parametrize("codec", AFFINE.values(), ids=AFFINE)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +14,19 @@ import pytest
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.placement import PlacedUnit
 from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.offload.reading.files import ReadMode
 from localrt.planning import measure
-from localrt.planning.costs import Costs, expert_costs
 from localrt.planning.machine import (
     GPUS,
     KernelRate,
     MachineProfile,
     find_gpu,
-    measured_profile,
     parse_gpu,
     typical_machine,
 )
 from localrt.planning.measure import machine_profile
 from localrt.quant.cpu.abi import find_library
-from tests.planner.models import RATE, machine, shape
 
 
 def test_kernel_rate() -> None:
@@ -86,48 +80,6 @@ def test_virtual_gpu() -> None:
         parse_gpu("RTX 4065")
 
 
-def test_measured_gpu() -> None:
-    unit, expert = (
-        PlacedUnit(name="a", kind=kind, nbytes=1 << 18, macs=2_000_000, format="int4-g32")
-        for kind in ("mlp", "expert")
-    )
-    model = shape(layers=1, experts=8)
-    here = replace(machine(gpu=True), gpu=measured_profile("gpu", 8 << 30, RATE))
-    costs = Costs(shape=model, machine=here)
-    # A unit is five launches.
-    assert costs.gpu(unit, 512) == pytest.approx(5 * 2e-6 + 2e6 * 8e-11)
-    assert costs.gpu(unit, 1) == pytest.approx(5 * 2e-6 + 2e6 * 2e-12)
-    assert costs.gpu(expert, 256) == pytest.approx(5 * 2e-6 / 8 + 2e6 * 4 * 9e-12)
-    assert costs.gpu(replace(unit, format="q4_k"), 512) == costs.gpu(unit, 512)  # the nearest
-    hybrid, ruled = expert_costs(costs), expert_costs(Costs(shape=model, machine=machine(gpu=True)))
-    assert hybrid is not None
-    assert ruled is not None
-    assert hybrid.fetch == pytest.approx(ruled.fetch / 0.8)
-    # The host starts a copy, and the CPU loses a share of the memory's bandwidth meanwhile.
-    assert hybrid.slowdown == pytest.approx(2 * here.shared_s + 0.3 * hybrid.fetch)
-    assert ruled.slowdown == pytest.approx(12 / 30 * ruled.fetch)
-
-
-def product_flops(gpu: str, format: str) -> float:
-    """Operations per second of a large product of a prompt."""
-    unit = PlacedUnit(name="a", kind="mlp", nbytes=1 << 30, macs=1 << 31, format=format)
-    profile = replace(machine(gpu=True), gpu=GPUS[gpu].profile)
-    costs = Costs(shape=shape(layers=1), machine=profile, rows=512)
-    return 2 * 512 * unit.macs / costs.gpu(unit)
-
-
-def test_prompts_take_the_instructions_of_a_format() -> None:
-    """An RTX 4060 does 120e12 operations with 8 bits: 16 clocks of 26 instructions, half of them
-    used. Its 16-bit products, which a GPU without 8-bit tensor cores has, reach 0.85 of 30e12.
-    """
-    mid = product_flops("RTX 4060 8GB", "q4_k")
-    assert mid == pytest.approx(120e12 * 16 / 26 / 2, rel=0.01)
-    assert product_flops("RTX 4060 8GB", "bf16") == pytest.approx(0.85 * 30e12, rel=0.01)
-    # 16-bit operations of a T4 are as fast for its 8 bits as a GeForce's that does half as many.
-    assert product_flops("T4 16GB", "q4_k") == pytest.approx(65 / 60 * mid, rel=0.01)
-    assert product_flops("GTX 1660 Ti 6GB", "q4_k") < 0.85 * 5.4e12
-
-
 INTEL = """processor\t: 0
 model name\t: Imaginary Xeon @ 3.00GHz
 flags\t\t: fpu sse2 avx2 fma avx512f avx512_vnni amx_int8
@@ -139,12 +91,6 @@ flags\t\t: fpu
 ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm\nModel\t\t: Imaginary Pi\n"
 
 
-def _with_cpuinfo(root: Path, text: str) -> Path:
-    (root / "proc").mkdir()
-    (root / "proc/cpuinfo").write_text(text)
-    return root
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("cpuinfo", "name", "features"),
@@ -154,7 +100,9 @@ def _with_cpuinfo(root: Path, text: str) -> Path:
     ],
 )
 def test_features(tmp_path: Path, cpuinfo: str, name: str, features: str) -> None:
-    cpu = hardware.probe(_with_cpuinfo(tmp_path, cpuinfo)).cpu
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpuinfo)
+    cpu = hardware.probe(tmp_path).cpu
     assert cpu.name == name
     assert cpu.features == tuple(features.split())
 
@@ -326,14 +274,6 @@ def test_damaged_cache(
     assert measure.known_machine(settings.cache_dir, store) is None
     assert machine_profile(store, settings)[0] == PROFILE
     assert measured.since() == (["q8_0"] if file == "machine.json" else ["disk"])
-
-
-def test_other_disks_are_kept(settings: Settings, measured: Measured, store: Path) -> None:
-    path = settings.cache_dir / "disks.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"another": PROFILE.to_dict()}))
-    machine_profile(store, settings, remeasure=True)
-    assert "another" in json.loads(path.read_text("utf-8"))
 
 
 def test_sample_of_a_disk(settings: Settings, measured: Measured, store: Path) -> None:

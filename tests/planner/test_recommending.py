@@ -36,7 +36,6 @@ from localrt.planning.models import shape_from_config
 from localrt.planning.recommend import (
     WhatRuns,
     preview,
-    preview_size,
     recommend,
     recommend_on,
     what_runs,
@@ -193,23 +192,13 @@ def test_contexts() -> None:
     assert not localrt.plan("qwen3:8b", pc="office-laptop", advise=False).contexts
 
 
-# PCs and models: whole in GPU memory, in RAM, copied, a mixture in both, one that the SSD feeds.
-NAMES = {
-    "RTX 4060, 32GB": ("gemma4:e4b", "qwen3:30b"),
-    "GTX 1650, 16GB": ("mistral-small3.2:24b",),
-    "16GB DDR4": ("qwen3.6:35b",),
-    "8GB, SATA SSD": ("qwen2.5:14b",),
-}
-QUICK = ("gemma4:e4b", "qwen3:30b")
-MB = 1_000_000
-
-
 @pytest.mark.parametrize(
     ("pc", "name"),
     [
-        pytest.param(pc, name, marks=() if name in QUICK else pytest.mark.slow)
-        for pc, names in NAMES.items()
-        for name in names
+        ("RTX 4060, 32GB", "gemma4:e4b"),
+        ("RTX 4060, 32GB", "qwen3:30b"),  # a mixture in both memories
+        pytest.param("GTX 1650, 16GB", "mistral-small3.2:24b", marks=pytest.mark.slow),  # copied
+        pytest.param("8GB, SATA SSD", "qwen2.5:14b", marks=pytest.mark.slow),
     ],
 )
 def test_table_page_note_and_details(pc: str, name: str) -> None:
@@ -283,10 +272,6 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
     [
         ({}, "Good for chat: 23 tok/s, all of it in memory"),
         ({"on_gpu": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
-        (
-            {"read": 700_000_000},
-            "Good for chat: 23 tok/s, 700 MB of 5 GB are read from the SSD for every token",
-        ),
         (
             {"tok_s": 3.21},
             "Usable for chat: 3.2 tok/s, because the CPU has to go through 5 GB for every token",
@@ -404,13 +389,8 @@ def test_pc(tmp_path: Path) -> None:
     other = localrt.plan(folder, pc="16GB", advise=False, **options)
     assert other.request.machine.gpu is None
     assert other.request.budgets.ram == 2_000_000_000
-    sources = other.request.machine.sources
-    for name, value, is_now in (
-        ("ssd_bytes_s", 1e9, other.request.machine.ssd_bytes_s),
-        ("ram_bytes_s", 20e9, other.request.machine.ram_bytes_s),
-        ("cores", 4, other.request.machine.threads),
-    ):
-        assert (sources[name], value) == ("given", is_now)
+    found = other.request.machine
+    assert (found.ssd_bytes_s, found.ram_bytes_s, found.threads) == (1e9, 20e9, 4)
     # This machine with other memory: decoding waits for it, prompts for the cores.
     here, slow, few = (
         localrt.plan(folder, ram="64GB", advise=False, **given)
@@ -419,25 +399,6 @@ def test_pc(tmp_path: Path) -> None:
     assert slow.tok_s < 0.7 * here.tok_s
     assert few.prefill_tok_s < 0.7 * here.prefill_tok_s
     assert "--cores" in few.hypothetical
-
-
-@pytest.mark.parametrize(
-    ("options", "kind", "message"),
-    [
-        ({"pc": "a fast one"}, localrt.OptionError, "no part of a PC"),
-        ({"ram_speed": "fast"}, localrt.OptionError, "DDR5-5600 or 60GB/s"),
-        ({"format": "int9"}, localrt.OptionError, "format must be one of"),
-        ({"ram": "10MB"}, localrt.MemoryBudgetError, "does not fit"),
-    ],
-)
-def test_errors(
-    tmp_path: Path, options: dict[str, Any], kind: type[Exception], message: str
-) -> None:
-    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
-    with pytest.raises(kind, match=message):
-        localrt.plan(folder, **options)
-    with pytest.raises(localrt.LocalrtError):
-        localrt.plan(tmp_path / "nothing")
 
 
 @pytest.mark.parametrize(
@@ -460,14 +421,6 @@ def test_known_repository_offline(
     assert found.command == f"localrt chat {model}"
 
 
-def test_unknown_repository_offline() -> None:
-    with pytest.raises(
-        localrt.ModelNotFoundError,
-        match=r"org/none:Q4_K_M is not .* offline mode",
-    ):
-        localrt.plan("org/none:Q4_K_M", offline=True)
-
-
 def test_config_alone(tmp_path: Path) -> None:
     cache = tmp_path / "hub"
     snapshot = cache / "models--org--big" / "snapshots" / ("c" * 40)
@@ -482,10 +435,3 @@ def test_config_alone(tmp_path: Path) -> None:
     nothing = preview("org/big", ram="60MB", device="cpu", settings=settings)
     assert nothing.problem
     assert str(nothing).startswith("does not fit")
-
-
-def test_preview_size() -> None:
-    assert preview_size(1000).fits
-    assert not preview_size(10**9, ram="900MB").fits
-    text = str(preview_size(10**9, ram="900MB"))
-    assert text.startswith("streams 310 MB per token")

@@ -118,19 +118,6 @@ def test_experts() -> None:
     assert shape.pass_nbytes < 0.12 * shape.nbytes
 
 
-def test_published_scheme() -> None:
-    config = {
-        **CONFIGS["llama-3-70b"],
-        "quantization_config": {"quant_method": "gptq", "bits": 4},
-    }
-    shape = shape_from_config(config, name="m")
-    assert shape.units[1].format == "int4-g128"
-    assert "gptq, planned as int4-g128" in shape.notes[0]
-    deepseek = published("deepseek-v3")
-    assert {unit.format for unit in deepseek.units if unit.kind == "expert"} == {"e4m3-g128"}
-    assert "(W8A8)" in deepseek.notes[1]
-
-
 def test_quantized_experts() -> None:
     shape = published("gpt-oss-20b")
     formats = {unit.kind: unit.format for unit in shape.units if unit.kind != "norm"}

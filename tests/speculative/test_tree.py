@@ -261,32 +261,13 @@ def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
     assert np.array_equal(*more)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_tiny("qwen2", folder)
-    return folder
-
-
-def scattered(decoder: Decoder, held: int, rows: list[int], count: int) -> Any:
-    """A cache with ``count`` rows behind ``held``; those in ``rows`` stand in a row."""
-    prompt, path = tokens(held), tokens(len(rows), seed=1)
-    tree = decoder.cache(CAPACITY)
-    decoder.forward(Batch.extend([(tree, prompt)]), rows=[])
-    for row in range(count):
-        token = path[rows.index(row)] if row in rows else 3
-        position = rows.index(row) if row in rows else 0
-        batch = Batch.extend([(tree, [token])])
-        decoder.forward(Batch(batch.tokens, np.array([held + position]), batch.spans), rows=[])
-    return tree
-
-
 @needs_kernels
 @pytest.mark.parametrize("kv_format", ["bf16", "int8", "int4"])
 @pytest.mark.parametrize("held", [250, 506])
-def test_ssd_as_ram(folder: Path, tmp_path: Path, kv_format: Any, held: int) -> None:
+def test_ssd_as_ram(tmp_path: Path, kv_format: Any, held: int) -> None:
+    save_tiny("qwen2", tmp_path)
     ram, ssd = (
-        load_ours(folder, NativeOps(threads=1, kv_format=kv_format), context=CAPACITY)
+        load_ours(tmp_path, NativeOps(threads=1, kv_format=kv_format), context=CAPACITY)
         for _ in range(2)
     )
     specs = ssd.config.attention
@@ -294,13 +275,15 @@ def test_ssd_as_ram(folder: Path, tmp_path: Path, kv_format: Any, held: int) -> 
     tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format=kv_format, slots=1)
     assert isinstance(ssd.ops, NativeOps)
     ssd.ops.kv_maker = tier
-    results = []
+    results, tree = [], some_tree()
     for decoder in (ram, ssd):
-        tree = scattered(decoder, held, [1, 4, 7, 9, 11, 13, 14, 19], 20)
-        tree.select(held, [1, 4, 7, 9, 11, 13, 14, 19])
-        results.append(decoder.forward(Batch.extend([(tree, tokens(30, seed=3))])))
-        tree.trim(held + 2)
-        results.append(decoder.forward(Batch.extend([(tree, tokens(300, seed=4))]), rows=[299]))
+        cache = decoder.cache(CAPACITY)
+        decoder.forward(Batch.extend([(cache, tokens(held))]), rows=[])
+        tree_pass(decoder, cache, 7, tree)
+        cache.select(held, [0, *(1 + node for node in path_to(tree, 21))])
+        results.append(decoder.forward(Batch.extend([(cache, tokens(30, seed=3))])))
+        cache.trim(held + 2)
+        results.append(decoder.forward(Batch.extend([(cache, tokens(300, seed=4))]), rows=[299]))
     assert np.array_equal(results[0], results[2])
     assert np.array_equal(results[1], results[3])
     tier.close()

@@ -214,18 +214,6 @@ def test_long_prompt_not_read() -> None:
     assert run.plan(1000, {}, {"model": 3}) is not None, "few tokens are no matter"
 
 
-def test_long_prompt_read_where_drafts_paid() -> None:
-    world = World(streamed, {"model": 0.85}, {"model": 0.02})
-    tuner = Tuner({"model": 0.1})
-    tuner.prompt(50, world.pass_s(50))
-    world.generation(tuner.start(128, ["model"]), 128)
-    run = tuner.start(128, ["model"])
-    assert run.plan(1000, {}, {"model": 200}) is not None
-    run.caught_up("model", 200, 4.0)
-    assert run.plan(1000) is not None, "what was spent on it stands in nobody's way"
-    assert tuner.sources["model"].row_s == pytest.approx(0.02)
-
-
 def test_long_prompt_read_in_gaps() -> None:
     tuner = Tuner({"model": 0.5})
     run = tuner.start(128, ["model"])
@@ -283,16 +271,6 @@ def claimed(chance: float, size: int) -> TokenTree:
     return TokenTree.of(list(range(size)), list(range(-1, size - 1)), scores, "ngram")
 
 
-def batch_tuner(sequences: int, pass_s: Callable[[int], float], measured: int = 64) -> BatchTuner:
-    tuner = Tuner({"ngram": 0.0})
-    for rows in range(sequences, measured + 1):
-        for _ in range(3):
-            tuner.cost.add(rows, pass_s(rows))
-    found = BatchTuner(tuner)
-    assert found.should_draft(sequences)
-    return found
-
-
 def flat(rows: int) -> float:
     """The disk takes the time."""
     return 0.06 + 1e-5 * rows
@@ -301,14 +279,6 @@ def flat(rows: int) -> float:
 def bound(rows: int) -> float:
     """Every row takes as long as the first."""
     return 0.01 * rows
-
-
-def test_surest_sequences() -> None:
-    def dear(rows: int) -> float:
-        return 0.06 + 0.004 * max(0, rows - 8)
-
-    chosen = batch_tuner(8, dear).choose([claimed(0.95, 6)] * 2 + [claimed(0.3, 6)] * 6, 100)
-    assert [len(tree) for tree in chosen] == [6, 6, 0, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("chance", [0.05, 0.95])
