@@ -103,22 +103,6 @@ def answer(library: Any, path: Path, **options: Any) -> tuple[str, list[str], in
 
 
 @pytest.mark.llamacpp
-@pytest.mark.parametrize(
-    ("options", "where", "noted"),
-    [
-        ({"gpu_memory": BESIDE + HEAD + LAYER}, "vulkan", ["llama.cpp: 2 layers on a GPU"]),
-        ({"device": "cpu"}, "cpu", []),
-    ],
-)
-def test_answers(
-    library: Any, model: Path, options: dict[str, Any], where: str, noted: list[str]
-) -> None:
-    found, notes, _ = answer(library, model, ctx=CTX, **options)
-    assert found == where
-    assert [note[: len(line)] for note, line in zip(notes, noted, strict=True)] == noted
-
-
-@pytest.mark.llamacpp
 @pytest.mark.parametrize("most", [3, 0])
 def test_memory_that_runs_out(
     library: Any, model: Path, monkeypatch: pytest.MonkeyPatch, most: int

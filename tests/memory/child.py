@@ -59,7 +59,7 @@ def _chat(model: Model, job: dict[str, Any]) -> None:
         chat.send(question, max_tokens=24)
 
 
-def _serve(model: Model, job: dict[str, Any]) -> None:
+def _live(model: Model, job: dict[str, Any]) -> None:
     """Six requests, four at a time."""
     with model.live(most=4) as live:
         prompts = [f"{number}: {_TEXT * 4}" for number in range(6)]
@@ -71,7 +71,7 @@ _WAYS: dict[str, Callable[[Model, dict[str, Any]], None]] = {
     "generate": _generate,
     "fill": _fill,
     "chat": _chat,
-    "serve": _serve,
+    "live": _live,
 }
 
 if __name__ == "__main__":
