@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import localrt
@@ -59,19 +62,48 @@ def _chat(model: Model, job: dict[str, Any]) -> None:
         chat.send(question, max_tokens=24)
 
 
-def _live(model: Model, job: dict[str, Any]) -> None:
+def _serve(model: Model, job: dict[str, Any]) -> None:
     """Six requests, four at a time."""
-    with model.live(most=4) as live:
-        prompts = [f"{number}: {_TEXT * 4}" for number in range(6)]
-        for answer in [live.submit(prompt, max_tokens=16) for prompt in prompts]:
-            list(answer)
+    from localrt.server.options import ServeOptions
+    from localrt.server.running import Server, create_app, open_socket
+
+    options = ServeOptions(port=0, drain_s=1.0)
+    bound = open_socket(options)
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}/v1/chat/completions"
+    server = Server(create_app(model, options), options)
+    problems: list[OSError] = []
+
+    def ask(number: int) -> None:
+        question = f"{number}: {_TEXT * 4}"
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": 16}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            answer.read()
+
+    def clients() -> None:
+        try:
+            with ThreadPoolExecutor(4) as pool:
+                list(pool.map(ask, range(6)))
+        except OSError as error:
+            problems.append(error)
+        finally:
+            server.should_exit = True
+
+    thread = threading.Thread(target=clients)
+    server.ready = thread.start
+    server.run(sockets=[bound])
+    thread.join()
+    bound.close()
+    if problems:
+        raise localrt.LocalrtError(f"a client failed: {problems[0]}")
 
 
 _WAYS: dict[str, Callable[[Model, dict[str, Any]], None]] = {
     "generate": _generate,
     "fill": _fill,
     "chat": _chat,
-    "live": _live,
+    "serve": _serve,
 }
 
 if __name__ == "__main__":

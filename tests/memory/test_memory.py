@@ -53,7 +53,7 @@ CELLS = (
     Cell(ram=0.4, ctx=2048, long_answer=20),  # weights are read for each token
     Cell(way="fill", ram="least", ctx=1024, kv_format="int8", long_answer=20),
     Cell(way="chat", ram=0.25),
-    Cell(way="live", ram=0.5, ctx=2048),
+    Cell(way="serve", ram=0.5, ctx=2048),
     Cell(way="run", ram=0.25, ctx=1024, cold=True),
 )
 
