@@ -49,8 +49,10 @@ class FakeEngine:
         if self._on_gpu():
             share = 0.8 if self._launch.engine == "native" else 1.1
             take(int(share * self._settings.get("gpu_memory", 10**9)))
-        if behaviour == "reads":
-            read_past_the_cache(self._launch.path)
+        if behaviour == "reads":  # past the cache
+            with open(self._launch.path, "rb") as file:  # noqa: PTH123
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                file.read()
         self._calls += 1
         # Plain weights are twice as fast here; and the runs get slower, so that medians matter.
         speed = SPEED[self._launch.engine] * (1 if self._settings.get("repack") else 2)
@@ -64,7 +66,6 @@ class FakeEngine:
             peak_ram_bytes=1_000_000 * self._calls,
             exactness="approximate",
             predicted_tok_s=21.0 if "ram" in self._settings else None,
-            pipeline_efficiency=0.97 if "ram" in self._settings else None,
             expert_hit_rate=self._settings.get("gpu_memory", 0) / 10**10 or None,
             simulated=self._settings.get("device") == "cuda:1",
         )
@@ -91,12 +92,6 @@ class FakeEngine:
             {"resource": "ssd", "name": f"layer {call}", "start_s": call, "end_s": call + 0.5}
             for call in range(self._calls)
         ]
-
-
-def read_past_the_cache(path: str) -> None:
-    with open(path, "rb") as file:  # noqa: PTH123
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.read()
 
 
 def load(launch: Launch) -> FakeEngine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -30,7 +29,7 @@ from localrt.bench.mix.mix import (
 )
 from localrt.bench.mix.neighbours import NeighbourHandlers, RunningNeighbour
 from localrt.bench.mix.report import to_json, to_table
-from localrt.bench.mix.runner import MixOutcome, Outcome, run_mix
+from localrt.bench.mix.runner import Outcome, run_mix
 from localrt.bench.mix.servers import (
     Client,
     LlamaServer,
@@ -38,12 +37,11 @@ from localrt.bench.mix.servers import (
     Target,
     TimedReply,
 )
-from localrt.cli import main
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware
 from tests.conftest import needs_scripts
-from tests.fake_endpoint import DONE, HEAD, Asked, Fake, delta, event, fake, listed, whole
+from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, whole
 from tests.waits import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -83,9 +81,7 @@ def _read(folder: Path, text: str, **options: Any) -> Any:
 
 def test_values(tmp_path: Path) -> None:
     mix = _read(tmp_path, GOOD)
-    assert (mix.name, mix.seconds, mix.seed) == ("day", 60, 7)
-    assert mix.models == {"small": "a.gguf"}
-    assert mix.server == {"ram": "2GB"}
+    assert (mix.name, mix.seconds, mix.seed, mix.server) == ("day", 60, 7, {"ram": "2GB"})
     (app,) = mix.apps
     assert (app.name, app.class_, app.every_s, app.turns) == ("chat", "interactive", 5, 3)
     assert app.goals == Goals(ttft_s=1, tpot_s=0.2)
@@ -98,8 +94,6 @@ def test_values(tmp_path: Path) -> None:
     short = _read(tmp_path, GOOD.replace("for_s", "start_s = 30\nfor_s"), seconds=6)
     assert (short.seconds, short.apps[0].every_s) == (6, 5)
     assert [(each.start_s, each.for_s) for each in short.neighbours] == [(0, None), (3, 1)]
-    with pytest.raises(OptionError, match="seconds must be above 0, is 0"):
-        _read(tmp_path, GOOD, seconds=0)
     with pytest.raises(OptionError, match=r"--model large=\.\.\.: .*day.toml has no such model"):
         _read(tmp_path, GOOD, models={"large": "b"})
     for name in SHIPPED:
@@ -108,28 +102,17 @@ def test_values(tmp_path: Path) -> None:
             read_mix(name)
 
 
-# What is replaced in the good file by what, and the line.
-MISTAKES = [
-    ("seconds = 60", "", "the file: seconds is missing"),
-    ("seconds = 60", "seconds = inf", "the file: seconds must be a number above 0, is inf"),
-    ("seed = 7", "seeds = 7", "the file: seeds is unknown: did you mean seed?"),
-    ('ram = "2GB"', "quick = true", "[server]: quick is unknown: known: ram"),
-    ('"interactive"', '"urgent"', "[[app]] 1: class must be one of interactive, background"),
-    ('model = "small"', 'model = "big"', "[[app]] 1: model 'big' is not in [models]"),
-    ("every_s = 5", "", "[[app]] 1: arrivals are missing: give one of every_s, poisson_s, closed"),
-    ("every_s = 5", "every_s = 5\nclosed = 1", "arrivals every_s and closed contradict"),
-    ("every_s = 5", "every_s = true", "[[app]] 1: every_s must be a number above 0, is True"),
-    ("every_s = 5", "every_s = 5\nstart_s = 60", "[[app]] 1: start_s is after the end of the mix"),
-    ("every_s = 5", "every_s = 5\ntexts = 2", "[[app]] 1: texts has no meaning for chat"),
-    ("tpot_s = 0.2", "deadline_s = 0.5", "goals: deadline_s is 0.5, less than ttft_s, 1"),
-    ('"2GB"\nfor_s', '"much"\nfor_s', "[[neighbour]] 2: bytes must be a size, is 'much'"),
-    ('name = "other"', 'name = "film"', "[[neighbour]] 2: name 'film' is used twice"),
-    ("[[app]]", "[app]", "the file: app must be an array of tables, is {"),
-    ("seed = 7", "seed =", "is not TOML"),
-]
-
-
-@pytest.mark.parametrize(("old", "new", "line"), MISTAKES, ids=[line for *_, line in MISTAKES])
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("seconds = 60", "", "the file: seconds is missing"),
+        ("seed = 7", "seeds = 7", "the file: seeds is unknown: did you mean seed?"),
+        ('model = "small"', 'model = "big"', "[[app]] 1: model 'big' is not in [models]"),
+        ("every_s = 5", "every_s = true", "[[app]] 1: every_s must be a number above 0, is True"),
+        ('name = "other"', 'name = "film"', "[[neighbour]] 2: name 'film' is used twice"),
+        ("seed = 7", "seed =", "is not TOML"),
+    ],
+)
 def test_mistakes(tmp_path: Path, old: str, new: str, line: str) -> None:
     assert old in GOOD
     with pytest.raises(LocalrtError) as caught:
@@ -139,42 +122,6 @@ def test_mistakes(tmp_path: Path, old: str, new: str, line: str) -> None:
     assert "day.toml" in message
     assert "\n" not in message
     assert not isinstance(caught.value, OptionError)  # exit status 1
-
-
-def test_prompts(tmp_path: Path) -> None:
-    text = GOOD.replace("every_s = 5", 'every_s = 5\nprompts = "mine.txt"')
-    file = tmp_path / "mine.txt"
-    file.write_text("one\n\n{two}\n")
-    assert _read(tmp_path, text).apps[0].prompts == ("one", "{two}")
-    file.write_text('{"prompt": "a"}\n{"prompt": "b\\nc"}\n')
-    assert _read(tmp_path, text).apps[0].prompts == ("a", "b\nc")
-    for bad, line in (("", "has no texts"), ('{"text": "a"}', 'no {"prompt": TEXT}')):
-        file.write_text(bad)
-        with pytest.raises(LocalrtError) as caught:
-            _read(tmp_path, text)
-        assert line in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "line"),
-    [
-        (["--mix", "stud"], 1, "no mix 'stud': give a .toml file, or student"),
-        (["--mix", "student"], 1, "student: [[app]] 1: model 'small' is not in [models]"),
-        (["--mix", "student", "--model", "small"], 2, "--model takes NAME=PATH"),
-        (["--mix", "student", "--trace", "t"], 2, "--mix and --trace cannot be combined"),
-        (["m", "--mix", "student", "--out", "no/such/file"], 2, "there is no such folder"),
-        (["--seconds", "9"], 2, "--seconds and --out need --mix"),
-        (["--peer", "http://x"], 2, "without --mix, give llama-bench=PROGRAM"),
-    ],
-)
-def test_bad_usage(
-    arguments: list[str], status: int, line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == status
-    printed = capsys.readouterr()
-    assert line in printed.err
-    assert printed.out == ""
-    assert len(printed.err.splitlines()) == 1
 
 
 # -- goals -----------------------------------------------------------------------------------------
@@ -191,8 +138,6 @@ def test_goals() -> None:
     for name, time in TIMES.items():
         tighter = time * (1.01 if name == "tokens_s" else 0.99)
         assert not Goals(**{**TIMES, name: tighter}).met(**took)
-    assert Goals(ttft_s=1, tpot_s=1).met(ttft_s=None, tpot_s=None, total_s=1e9, tokens=0)
-    assert (Goals().stall_s, Goals(tpot_s=0.2).stall_s) == (1.0, 0.4)
     # An answer that is given up has missed what it had no time left for.
     for after, first, missed in (
         *((0.4, None, False), (0.6, None, True), (1.9, 0.4, False)),
@@ -219,8 +164,7 @@ CHAT = App(
 
 def test_arrivals() -> None:
     app = replace(CHAT, every_s=None, start_s=3)
-    regular = arrivals(replace(app, every_s=4), 20, 1)
-    assert regular == [3, 7, 11, 15, 19]
+    assert arrivals(replace(app, every_s=4), 20, 1) == [3, 7, 11, 15, 19]
     random = arrivals(replace(app, poisson_s=1.0), 1000, 1)
     assert random == sorted(random) == arrivals(replace(app, poisson_s=1.0), 1000, 1)
     assert 800 < len(random) < 1200
@@ -256,16 +200,12 @@ def test_sessions() -> None:
     assert (first.pause_s, second.pause_s) == (0, 1)  # four words are read
     assert third.body["messages"][:3] == second.body["messages"]
     assert second.body["messages"][1]["content"] == "four words of answer"
-    own = _play(replace(CHAT, turns=3, prompts=("x", "y")))
-    assert [step.body["messages"][-1]["content"] for step in own] == ["x", "y", "x"]
     seen = set()
     for index in range(20):
         *given_up, last = _play(replace(CHAT, kind="completion"), index)
         seen.add(len(given_up))
         prompts = [step.body["prompt"] for step in (*given_up, last)]
         assert all(longer.startswith(shorter) for shorter, longer in pairwise(prompts))
-        assert all(step.give_up_s is not None and step.give_up_s < 1 for step in given_up)
-        assert last.give_up_s == 10
     assert seen == {0, 1, 2}
 
 
@@ -301,59 +241,38 @@ def answer(asked: Asked, connection: socket.socket) -> bytes | None:
     return HEAD + b"".join(pieces) + event(choices=[], usage=USAGE) + DONE
 
 
-def _report(outcome: MixOutcome, mix: Mix = MIX) -> dict[str, Any]:
-    found = to_json(outcome, mix, hardware.probe())
-    return dict(json.loads(json.dumps(found)))
-
-
-@pytest.fixture(scope="module")
-def played() -> tuple[Fake, dict[str, Any]]:
+def test_a_whole_mix() -> None:
     neighbour = Neighbour(name="film", kind="video", work={"frame_ms": 5.0, "work_mb": 0.01})
     with fake(answer) as server:
         endpoint = RunningServer(server.url, None)
         endpoint.check(MIX)
         mix = replace(MIX, neighbours=(neighbour,))
         outcome = run_mix(mix, [endpoint], 1, lambda line: None)
-        return server, _report(outcome, mix)
-
-
-def test_a_whole_mix(played: tuple[Fake, dict[str, Any]]) -> None:
-    server, report = played
-    assert report["kind"] == "mix"
-    assert not report["interrupted"]
-    assert report["mix"]["apps"][0]["class"] == "interactive"
-    assert report["mix"]["apps"][0]["prompts"] == 0
+    report = json.loads(json.dumps(to_json(outcome, mix, hardware.probe())))
     (found,) = report["servers"]
     chat, typing, index, batch = found["apps"]
     assert (chat["requests"], chat["failed"], chat["goals_met"]) == (2, 0, 1)
     assert (chat["tokens"], chat["goals"]["ttft_s"]) == (8, 60)
     assert chat["events"][0]["prompt_tokens"] == 11
     assert chat["ttft_s"]["p50"] > 0
-    assert chat["tpot_s"]["p50"] >= 0
     # Completions were answered before they were given up.
     assert 1 <= typing["requests"] <= 3
     assert (typing["cancelled"], typing["failed"], typing["goals_met"]) == (0, 0, 0)
     assert (index["requests"], index["goals_met"], index["tokens"]) == (4, None, 0)
-    assert index["ttft_s"] == {"p50": None, "p95": None, "p99": None}
     assert batch["failed"] == batch["requests"] >= 1
     assert "out of order" in batch["events"][0]["error"]
     assert 0 < found["goals_met"] < 1
     classes = {(one.path, one.headers["x-localrt-class"]) for one in server.asked if one.body}
     assert ("/v1/chat/completions", "interactive") in classes
-    assert ("/v1/completions", "completion") in classes
     assert ("/v1/embeddings", "background") in classes
     # What the machine did.
     assert set(found["samples"][0]["owners"]) == {"film"}  # a running server's is not known
     (film,) = found["neighbours"]
     assert film["frames"] > 0
-    assert film["frame_ms"]["p50"] > 0
     assert 0 < found["sampler_cpu_s"] <= found["client_cpu_s"]
-    assert found["measuring_cpu_share"] > 0
     lines = to_table(report)
-    assert "day: 2.0 s, 4 applications, 1 neighbours" in lines
-    for words in ("of the requests met their goals", "interactive", "frames of film"):
+    for words in ("of the requests met their goals", "frames of film", "not measured"):
         assert words in lines
-    assert "not measured" in lines
 
 
 def test_what_is_under_way_at_the_end() -> None:
@@ -402,38 +321,7 @@ def test_one_request() -> None:
     assert Outcome.of(late, 0.0, reply).met is False
 
 
-@pytest.mark.parametrize(
-    ("raw", "line"),
-    [
-        (whole(429, {"error": {"message": "later"}}), "busy (429: later)"),
-        (whole(200, b"<html>"), "broke off in the middle"),
-        (HEAD + delta(content="a"), "broke off in the middle"),
-        (HEAD + event(error={"message": "no memory"}), "no memory"),
-        (HEAD + event(choices="x"), "does not speak OpenAI's protocol"),
-        (b"nonsense\r\n\r\n", "does not speak HTTP"),
-    ],
-)
-def test_failures(raw: bytes, line: str) -> None:
-    reply = _send(lambda asked, connection: raw)
-    assert line in (reply.error or "")
-    assert Outcome.of(CHAT, 0.0, reply).met is False
-
-
 # -- servers and neighbours ------------------------------------------------------------------------
-
-
-def test_names_of_models_at_a_url() -> None:
-    with fake(lambda *_: listed("one")) as server:
-        endpoint = RunningServer(server.url, None)
-        endpoint.check(MIX)  # the only model is meant
-        with endpoint.serve(MIX) as running:
-            assert {place.model for place in running.places.values()} == {"one"}
-    with fake(lambda *_: listed("one", "two")) as server:
-        with pytest.raises(LocalrtError, match="lists one, two, and not 'm': give --model m=NAME"):
-            RunningServer(server.url, None).check(MIX)
-        RunningServer(server.url, None).check(replace(MIX, models={"m": "x/two.gguf"}))
-    with pytest.raises(LocalrtError, match="cannot be read"):
-        RunningServer(server.url, None).check(MIX)
 
 
 SERVER = """#!{python} -S
@@ -459,13 +347,6 @@ def _program(folder: Path) -> Path:
     return file
 
 
-def ended(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # nobody has waited for it
-    except psutil.NoSuchProcess:
-        return True
-
-
 @needs_scripts
 def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
     paths = {"m": tmp_path / "m.gguf", "broken": tmp_path / "b.gguf"}
@@ -474,53 +355,15 @@ def test_a_process_for_each_model_and_use(tmp_path: Path) -> None:
     with server.serve(MIX) as running:
         pids = list(running.owners.values())
         assert list(running.owners) == ["peer (chat)", "peer (index)", "peer (batch)"]
-        assert all(psutil.pid_exists(pid) for pid in pids)
         assert len({place.address for place in running.places.values()}) == 3
         assert running.places["chat"].address == running.places["type"].address
         assert "server -m m.gguf -np 4 -c 32768 --cont-batching --flag" in running.commands
         assert "--embeddings" in running.commands[1]
-        assert str(tmp_path) not in str(running.commands)
-    assert all(ended(pid) for pid in pids)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     # One that does not start is skipped.
     server = LlamaServer("peer", _program(tmp_path), {"m": tmp_path / "m.gguf"}, ["--fail"])
-    mix = replace(MIX, apps=(CHAT,))
-    outcome = run_mix(mix, [server], 2, lambda line: None)
+    outcome = run_mix(replace(MIX, apps=(CHAT,)), [server], 2, lambda line: None)
     assert outcome.skipped == {"peer": "the server did not start: no such model"}
-    assert "peer did not run: the server did not start" in to_table(_report(outcome, mix))
-
-
-PARENT = """
-import sys
-from contextlib import ExitStack
-from localrt.bench.mix.mix import Neighbour
-from localrt.bench.mix.neighbours import RunningNeighbour
-from localrt.bench.mix.servers import Running, start
-work = {"cores": 1, "busy_s": 60.0, "idle_s": 1.0}
-neighbour = RunningNeighbour(Neighbour(name="cc", kind="compiler", work=work))
-neighbour.start()
-running = Running()
-with ExitStack() as stack:
-    start(stack, running, "x", [sys.argv[1]])
-    print(*running.owners.values(), neighbour.pid, flush=True)
-    sys.stdin.read()
-"""
-
-
-@needs_scripts
-def test_all_end_when_the_benchmark_is_killed(tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(_program(tmp_path))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-    )
-    with parent:
-        assert parent.stdout is not None
-        pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
-        assert not any(ended(pid) for pid in pids)
-        parent.kill()
-    wait_for(lambda: all(ended(pid) for pid in pids))
 
 
 WORK: dict[str, dict[str, Any]] = {
@@ -541,8 +384,6 @@ def test_neighbours() -> None:
         assert threading.active_count() == before + work.get("cores", 1)
         assert set(handlers.stop()) == figures.get(kind, set())
         assert threading.active_count() == before
-    NeighbourHandlers().start("memory", 0.01, WORK["memory"])
-    wait_for(lambda: threading.active_count() <= before)
     handlers = NeighbourHandlers()
     handlers.start("memory", None, {"bytes": 1 << 60})
     assert "error" in handlers.stop()

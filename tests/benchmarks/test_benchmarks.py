@@ -1,29 +1,17 @@
-"""The measurements of ``benchmarks``: command lines, result files, tables, and each in short."""
+"""The measurements of ``benchmarks``: their commands, result files and tables."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 import benchmarks
-import localrt
-from benchmarks import tables
-from benchmarks.common.command import RESULTS, cited_command, listed, make_parser
+from benchmarks.common.command import RESULTS
 from benchmarks.common.record import Results, load
-from benchmarks.cpu import __main__ as cpu
-from benchmarks.cpu.__main__ import run_peer
-from benchmarks.quality import __main__ as quality
-from benchmarks.quality.rows import prose, python_source
-from localrt.bench.llama_bench import PeerFailedError
-from localrt.common.errors import OptionError
-from tests.conftest import needs_kernels, needs_scripts
 
 ROOT = Path(benchmarks.__file__).parent
 PAGE = "<!-- table: cpu-avx2 -->\n<!-- end -->\n"
@@ -42,8 +30,11 @@ def commands() -> Iterator[str]:
             yield name.removesuffix(".__main__")
 
 
+@pytest.mark.slow
 def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
     """All modules can be imported, each command has its help, and results cite such commands."""
+    from benchmarks import tables
+
     for name in modules():
         import_module(name)
     for name in commands():
@@ -61,18 +52,6 @@ def test_commands(capsys: pytest.CaptureFixture[str]) -> None:
         if cited.startswith("python -m benchmarks"):
             assert cited.split()[2] in known, path
         assert f"<!-- table: {path.stem} -->" in pages, path.name
-
-
-def test_command_line() -> None:
-    words = ["/a/m.gguf", "--json", "/a/out.json", "--ssd", "3GB/s"]
-    assert cited_command("x", words) == "python -m benchmarks.x m.gguf --ssd 3GB/s"
-    parser = make_parser("What it does.\n\nMore.", results="x", runs=3, rows=True)
-    parser.add_argument("--formats", type=listed(["a", "b"]))
-    args = parser.parse_args(["--formats", "a,b", "--only", "m", "n", "--only", "o"])
-    assert (args.formats, args.json, args.runs) == (["a", "b"], RESULTS / "x.json", 3)
-    assert (args.only, args.again) == (["m", "n", "o"], [])
-    with pytest.raises(SystemExit):
-        parser.parse_args(["--formats", "c"])
 
 
 def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,9 +75,12 @@ def test_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     Results(None, "c").put({"name": "nowhere"})
 
 
+@pytest.mark.slow
 def test_a_figure_that_no_file_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from benchmarks import tables
+
     assert tables.main(["--check"]) == 0
     page = tmp_path / "page.md"
     monkeypatch.setattr(tables, "pages", lambda: [page])
@@ -115,138 +97,3 @@ def test_a_figure_that_no_file_holds(
     page.write_text("<!-- table: cpu-abacus -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"cpu-abacus\.json, which is not in"):
         tables.main(["--check"])
-
-
-# -- what measurements use -------------------------------------------------------------------------
-
-
-# -- each measurement in short ---------------------------------------------------------------------
-
-
-_SCRIPT = """#!{python}
-import json, sys
-from pathlib import Path
-words = sys.argv[1:]
-with Path(__file__).with_suffix(".calls").open("a") as calls:
-    print(*words, file=calls)
-if "-rtr 1 -fa 1" in " ".join(words):
-    sys.exit("it cannot do that")
-rate = 100.0 + (words[words.index("-fa") + 1] == "1")
-print(json.dumps([{{"samples_ts": [rate / 2, rate], "build_commit": "abc"}}]))
-"""
-
-
-@pytest.fixture
-def program(tmp_path: Path) -> Path:
-    """Faster with flash attention; ik_llama.cpp fails with it and repacked weights."""
-    path = tmp_path / "llama-bench"
-    path.write_text(_SCRIPT.format(python=sys.executable))
-    path.chmod(0o755)
-    return path
-
-
-@needs_scripts
-def test_peer(program: Path) -> None:
-    job = {"model": "m.gguf", "kind": "prompt", "tokens": 8192, "repeats": 2, "threads": 3}
-    found = run_peer("ik_llama.cpp", program, "-rtr 0 -fa 1", job)
-    assert found == {"value": 101.0, "build": "abc", "setting": "-rtr 0 -fa 1"}
-    run_peer("llama.cpp", program, "--repack 0 -fa 1", {**job, "kind": "decode", "tokens": 128})
-    assert program.with_suffix(".calls").read_text("utf-8").splitlines() == [
-        "-m m.gguf -rtr 0 -fa 1 -p 8192 -n 0 -w 0 -r 2 -t 3 -o json",
-        "-m m.gguf --repack 0 -fa 1 -p 0 -n 128 -r 2 -t 3 -o json",
-    ]
-    with pytest.raises(PeerFailedError, match=r"-rtr 1 -fa 1: it cannot do that"):
-        run_peer("ik_llama.cpp", program, "-rtr 1 -fa 1", job)
-
-
-@needs_kernels
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["--isa", "abacus"], "'abacus' cannot run here; "),
-        (["--models", "./none.gguf"], "no such file or folder"),
-        (["--ik", "./none"], "none is not a file"),
-    ],
-)
-def test_mistakes_are_named_before_anything_is_measured(
-    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as left:
-        cpu.main(words)
-    assert told in f"{left.value}{capsys.readouterr().err}"
-
-
-WORDS = ["stone", "river", "light", "seven", "walks", "under", "great", "paper", "answer"]
-
-
-def passages(count: int, seed: int = 0) -> str:
-    rng = np.random.default_rng(seed)
-    return "\n\n".join(" ".join(rng.choice(WORDS, 40)) + f" {i}." for i in range(count))
-
-
-def test_prose(tmp_path: Path) -> None:
-    path = tmp_path / "prose.txt"
-    path.write_text(passages(40))
-    corpus = prose(path)
-    sides = [set(side.split("\n\n")) for side in (corpus.evaluation, corpus.calibration)]
-    assert [len(side) for side in sides] == [30, 10]
-    assert not sides[0] & sides[1]
-    assert "passages 1-30 of 40" in corpus.source
-    path.write_text("one\n\ntwo\n\nthree")
-    with pytest.raises(OptionError, match="3 passages"):
-        prose(path)
-
-
-def test_python_source(tmp_path: Path) -> None:
-    for number in range(20):
-        lines = "".join(f"x_{number}_{line} = {line}\n" for line in range(1000))
-        (tmp_path / f"module{number}.py").write_text(lines)
-    corpus = python_source(tmp_path)
-    assert corpus == python_source(tmp_path)
-    lines = [set(side.splitlines()) for side in (corpus.evaluation, corpus.calibration)]
-    assert min(map(len, lines)) > 1000
-    assert len(lines[0] & lines[1]) <= 1  # the blank lines between pieces
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(OptionError, match="too few Python files"):
-        python_source(tmp_path / "empty")
-
-
-def test_resume_run(
-    tiny_folder: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
-    elsewhere = SimpleNamespace(gettempdir=lambda: "/elsewhere")  # the tests' own folder is kept
-    monkeypatch.setattr("localrt.hub.cache.tempfile", elsewhere)
-    text = tmp_path / "prose.txt"
-    text.write_text(passages(60))
-    out = tmp_path / "quality.json"
-    common = [
-        *("--models", str(tiny_folder), "--text", str(text), "--no-python-source"),
-        *("--tokens", "512", "--ctx", "128", "--calibration-tokens", "1024"),
-        *("--cache", str(tmp_path / "cache"), "--json", str(out)),
-    ]
-    assert quality.main([*common, "--formats", "int8-g32", "--methods", "rtn"]) == 0
-    first = json.loads(out.read_text("utf-8"))
-    (made,) = first["rows"]
-    (score,) = made["scores"]
-    assert (made["weights"], score["text"]) == ("int8-g32 rtn", "prose")
-    assert score["kl"] < 0.05
-    assert score["top1"] > 0.8
-    assert made["bits_per_weight"] == pytest.approx(8.5)
-    assert first["references"][tiny_folder.name].keys() == {"prose"}
-    assert str(tmp_path) not in first["command"]
-
-    assert quality.main([*common, "--formats", "int8-g32,mxfp4", "--methods", "rtn,gptq"]) == 0
-    second = json.loads(out.read_text("utf-8"))
-    assert second["rows"][:1] == first["rows"]
-    assert [r["weights"] for r in second["rows"][1:]] == ["mxfp4 rtn", "mxfp4 gptq"]
-    shown = capsys.readouterr().out
-    assert shown.count("int8-g32 rtn is done") == 1
-
-    assert quality.main([*common, "--formats", "mxfp4", "--tokens", "256"]) == 2
-    assert "made with other tokens: choose another --json" in capsys.readouterr().err
-    assert json.loads(out.read_text("utf-8")) == second
-    assert [Path(name) for name in localrt.uses()] == [tiny_folder]  # none that is gone by now

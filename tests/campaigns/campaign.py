@@ -1,4 +1,4 @@
-"""What every campaign shares: its options, a state that survives a stop, and its figures.
+"""What every campaign shares: its options, and a record of its tries and figures.
 
 A campaign tries one kind of harm many times: a table of cases, whose random choices come from
 ``Run.random``. It is a module of this package that calls ``campaign`` when it is run.
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command import ROOT
-from benchmarks.common.record import Record, load, save
+from benchmarks.common.record import Record, save
 
 _SAVED_EVERY_S = 5.0
 
@@ -33,12 +33,6 @@ class Run:
         self.seed, self.seconds, self.count = seed, seconds, count
         self.record: Record = {"seed": seed, "seconds": 0.0, "cases": {}, "figures": {}}
         self._started = self._saved = time.monotonic()
-        self._before = 0.0
-
-    def resume(self) -> None:
-        """Go on from what an earlier run with this seed saved, if there is one."""
-        if (saved := load(self._file)) and saved["seed"] == self.seed:
-            self.record, self._before = saved, saved["seconds"]
 
     def done(self, case: str) -> int:
         """How often ``case`` was tried."""
@@ -74,8 +68,8 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        """Seconds that this run and those it goes on from have taken."""
-        return self._before + time.monotonic() - self._started
+        """Seconds that this run has taken."""
+        return time.monotonic() - self._started
 
     @property
     def failures(self) -> list[str]:
@@ -118,12 +112,9 @@ def campaign(
     parser.add_argument("--count", type=int, default=count, help="tries a case (%(default)s)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="at most so long")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="go on where a run was stopped")
     given = parser.parse_args()
     folder = ROOT / "build" / "campaigns"
     run = Run(name, folder, seed=given.seed, seconds=given.seconds, count=given.count)
-    if given.resume:
-        run.resume()
     try:
         body(run)
     finally:

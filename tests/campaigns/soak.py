@@ -211,16 +211,13 @@ def body(run: Run) -> None:
         kept = {"LOCALRT_CACHE": str(folder / "cache"), "XDG_DATA_HOME": str(folder / "served")}
         words = ("--quiet", "--max-tokens", "24", "--parent", str(os.getpid()))
         with command(model, *words, LOCALRT_KV_DISK="32MB", **kept) as (server, port):
-            if not run.done("client: polite"):
-                clients(run, server.pid, port, folder)
-            if run.done("one-shot") < run.count:
-                one_shots(run, server.pid, port, folder)
+            clients(run, server.pid, port, folder)
+            one_shots(run, server.pid, port, folder)
             server.terminate()
             _, told = server.communicate(timeout=120)
             if server.returncode or told:
                 run.found("server", f"it ended with {server.returncode}: {told[-2000:]}")
-        if not run.done("app: keys"):
-            app(run, model, folder)
+        app(run, model, folder)
 
 
 if __name__ == "__main__":

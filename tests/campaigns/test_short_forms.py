@@ -28,9 +28,11 @@ def unpacked(text: str) -> bytes:
     return zlib.decompress(base64.b64decode(text))
 
 
+SLOW = ("requests", "documents", "machines", "settings", "caches")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name == "requests")) for name in READERS],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in READERS]
 )
 def test_inputs(name: str, tmp_path: Path) -> None:
     """Those that once failed, and others."""

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
 import localrt
-from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.drafts import loading, placement
 from localrt.drafts.model_draft import DraftPlace
-from localrt.engine.native.engine import NativeEngine
 from localrt.loading import gpu, native
 from localrt.loading.gpu import OpenGpu
 from localrt.loading.options import LoadOptions
-from localrt.offload import account
 from localrt.offload.account import CUDA_CONTEXT_NBYTES, ROUNDED_VRAM_NBYTES
 from localrt.offload.device.gpu import Clock, Gpu
 from localrt.planning.machine import parse_gpu
@@ -89,23 +83,6 @@ def test_both_on_the_gpu(place: Place) -> None:
     assert found.target.gpu_memory == 200_000_000 - vram + beside
 
 
-def test_small_gpu(place: Place) -> None:
-    found = place(SMALL)
-    assert found.line.startswith("draft draft: the draft is in RAM")
-    assert found.target is not None
-    assert found.draft is not None
-    assert (found.target.device, found.draft.device) == ("cuda", "cpu")
-
-
-def test_no_draft(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "draft_nbytes", lambda *_: 10**15)
-    found = place(SMALL)
-    assert found.target is found.draft is None
-    assert re.match(
-        r"draft draft is not used: the draft needs 1000 TB, and \S+ \S+ of RAM", found.note
-    )
-
-
 def test_bad_input(folders: tuple[Path, Path]) -> None:
     with pytest.raises(
         OptionError, match=r"must be auto, cpu or cuda, is 'virtual:8GB'.*plan MODEL --gpu"
@@ -113,8 +90,6 @@ def test_bad_input(folders: tuple[Path, Path]) -> None:
         localrt.load(folders[0], device="virtual:8GB", draft=str(folders[1]))
     with pytest.raises(localrt.LocalrtError, match="nowhere"):
         localrt.load(folders[0], device="cpu", draft="/nowhere/at/all")
-    with pytest.raises(MemoryBudgetError):
-        localrt.load(folders[0], device="cpu", draft=str(folders[1]), ram="1MB")
 
 
 VRAM = 2 << 30
@@ -179,52 +154,3 @@ def test_load(folder: Path, devices: list[str]) -> None:
         assert str(ours.metrics.speculation).startswith("speculation: model")
         assert (ours.metrics.accepted_per_pass or 0) > 1.5  # it is the target itself
     assert devices[0] == "cuda"
-
-
-def test_no_room(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-
-    monkeypatch.setattr(account, "_OTHER_SCRATCH_NBYTES", 3 << 30)
-    target: list[Any] = []
-
-    def load(path: Path, options: Any, *more: Any, **others: Any) -> Any:
-        target.append(options)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(loading, "load_model", load)
-    with pytest.raises(KeyboardInterrupt):
-        localrt.load(folder, device="cuda", draft=str(folder), ctx=64)
-    assert target[0].device == "cpu"  # the draft, which is loaded first
-
-
-def test_draft_fails(folder: Path, devices: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that others took since it was planned."""
-
-    def full(*_: Any, **__: Any) -> Any:
-        raise localrt.MemoryBudgetError("it needs 1 GB and 0 B of GPU memory are left")
-
-    monkeypatch.setattr(loading, "load_draft", full)
-    loaded: list[Any] = []
-
-    def load(path: Path, options: Any, *more: Any, **others: Any) -> Any:
-        loaded.append(options)
-        return load_model(path, replace(options, device="cpu"), *more, **others)
-
-    load_model = loading.load_model
-    monkeypatch.setattr(loading, "load_model", load)
-    with localrt.load(folder, device="cuda", draft=str(folder), ctx=64) as model:
-        assert "is not used: it needs 1 GB and 0 B" in model.info.notes[-1]
-    assert [options.device for options in loaded] == ["cuda"]  # as without a draft
-
-
-@pytest.mark.parametrize(("budget", "left"), [(None, 900), (1000, 1000 - 300 - 100), (50, 1)])
-def test_budget_without_plan(
-    budget: int | None, left: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a GPU that torch computes on."""
-    monkeypatch.setattr(loading, "draft_growth_nbytes", lambda kv: kv)
-    engine = MagicMock(spec=NativeEngine)
-    engine.free_memory.return_value, engine.kv_nbytes.return_value = 1000, 100
-    engine.info = SimpleNamespace(weight_bytes=300)
-    parts: Any = SimpleNamespace(engine=engine, ctx=64)
-    options = LoadOptions(device="cuda", gpu_memory=budget)
-    assert loading._beside_draft(parts, options) == replace(options, gpu_memory=left)

@@ -1,5 +1,5 @@
-"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory, faults; one
-sweep for all where weights are streamed.
+"""The schedule of a batch on scripted sessions: what a pass holds, who joins, memory; one sweep for
+all where weights are streamed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import (
-    LocalrtError,
-)
 from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.batch.offline import generate_batch
 from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.pool import kv_room, ram_room
+from localrt.engine.pool import kv_room
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.models.weight_store import GpuUse
-from localrt.offload.memory import current_rss
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import (
     CTX,
@@ -49,8 +45,6 @@ def run(
     *,
     size: int | None = None,
     room: int = 1 << 40,
-    cancel: threading.Event | None = None,
-    on_progress: Any = None,
 ) -> Iterator[Any]:
     return generate_batch(
         engine,
@@ -59,8 +53,7 @@ def run(
         ctx=CTX,
         room=room,
         size=size,
-        cancel=cancel or threading.Event(),
-        on_progress=on_progress,
+        cancel=threading.Event(),
     )
 
 
@@ -84,33 +77,6 @@ def test_shared_passes() -> None:
     assert engine.passes == [[4, 5, 3], [1, 1, 4], [1, 1, 1], [1]]
 
 
-def test_cancel() -> None:
-    cancel = threading.Event()
-    engine = ScriptedEngine()
-    stream = run(engine, [request([n], 50) for n in range(4)], size=2, cancel=cancel)
-    begun = [next(stream)[0] for _ in range(4)]
-    cancel.set()
-    rest = list(stream)
-    assert sorted(begun) == [0, 0, 1, 1]
-    assert [(index, item.finish_reason) for index, item in rest] == [
-        (n, "cancelled") for n in range(4)
-    ]
-    assert all(session.closed for session in engine.sessions)
-
-
-def test_failed_pass() -> None:
-    class Failing(ScriptedEngine):
-        def extend_batch(self, parts: Any, **options: Any) -> Any:
-            if len(self.passes) == 2:
-                raise LocalrtError("the disk is gone")
-            return super().extend_batch(parts, **options)
-
-    engine = Failing()
-    with pytest.raises(LocalrtError, match="disk"):
-        list(run(engine, [request([1], 9), request([2], 9)]))
-    assert all(session.closed for session in engine.sessions)
-
-
 def test_kv_room() -> None:
     engine: Any = ScriptedEngine()
     assert kv_room(engine) > 0
@@ -127,19 +93,6 @@ def test_kv_room() -> None:
             assert kv_room(placed) > 1000  # its caches are in RAM
             placed.plan = SimpleNamespace(placement=SimpleNamespace(kv=("ram", "vram")))
             assert kv_room(placed) == room
-
-
-def test_ram_room() -> None:
-    """What caches of a GPU leave to weights, of which none go for them."""
-    engine: Any = ScriptedEngine()
-    engine.ram = current_rss() + (1 << 30)
-    assert ram_room(engine) == 0  # caches are in RAM
-    engine.free_memory = lambda: 1000
-    assert 1 << 28 < ram_room(engine) < 1 << 30
-    engine.weights = SimpleNamespace(memory=SimpleNamespace(streams=True, spare=1000))
-    assert ram_room(engine) == 800
-    engine.ram = 1 << 20
-    assert ram_room(engine) < 0
 
 
 @given(

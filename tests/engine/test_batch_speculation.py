@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 
 import localrt
 from localrt.drafts.head_draft import HeadDrafter
-from localrt.engine.batch.live import Live, LiveLimits
 from localrt.engine.batch.offline import generate_batch
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
@@ -140,33 +138,14 @@ def test_spared_passes(
     assert all("other answers share" in str(m.speculation) for m in metrics)
 
 
-@pytest.mark.parametrize("ends", ["stop", "eos"])
-def test_ends_within_tree(engine: NativeEngine, ends: str, alone: list[list[int]]) -> None:
+def test_ends_within_tree(engine: NativeEngine, alone: list[list[int]]) -> None:
     text = "".join(c.text for c in run(engine, None, prompt=PROMPTS[0]))
-    settings: dict[str, Any] = {"stop": (text[9:11],)} if ends == "stop" else {}
-    if ends == "eos":
-        settings["eos_ids"] = frozenset([alone[0][9], alone[1][13]])
+    settings = {"stop": (text[9:11],), "eos_ids": frozenset([alone[1][13]])}
     plain = [run(engine, None, prompt=prompt, **settings) for prompt in PROMPTS]
     ours = batch(engine, requests(knowing(alone), **settings))
     assert [ids(chunks) for chunks in ours] == [ids(chunks) for chunks in plain]
     assert [c[-1].finish_reason for c in ours] == [c[-1].finish_reason for c in plain]
     assert len(ids(ours[0])) < 40
-
-
-def test_cancel(engine: NativeEngine, alone: list[list[int]]) -> None:
-    limits = LiveLimits(ctx=CAPACITY)
-    with closing(Live(engine, ByteTokenizer(), limits, room=lambda: 1 << 30)) as live:  # type: ignore[arg-type]
-        own = [threading.Event() for _ in PROMPTS]
-        asked = [
-            live.submit(replace(request, cancel=event))
-            for (_, request), event in zip(requests(knowing(alone)), own, strict=True)
-        ]
-        first = [next(answer) for answer in asked]
-        own[0].set()
-        rest = [list(answer) for answer in asked]
-    for index, (chunk, chunks) in enumerate(zip(first, rest, strict=True)):
-        said = [*chunk.token_ids, *ids(chunks)]
-        assert said == (alone[0][: len(said)] if index == 0 else alone[index])
 
 
 @pytest.mark.parametrize("rows", [4, 30])
@@ -192,47 +171,22 @@ def test_prompts_beside_drafts(
     assert any(both) == (rows > 4)  # else prompts take what there is
 
 
-LIVE_PROMPTS = ["ab" * 40, "Tell me about rivers, " * 9, "abc " * 20, "hi"]
-# Lookups that are always tried: a random model repeats itself at temperature 0.
-OPTIONS: dict[str, Any] = {
-    "temperature": 0,
-    "max_tokens": 80,
-    "ignore_eos": True,
-    "draft": "ngram",
-    "tree_budget": 4,
-}
-
-
-@pytest.fixture(scope="module")
-def model(tiny_folder: Path) -> Iterator[localrt.Model]:
-    with localrt.load(tiny_folder, draft="off") as loaded:
-        yield loaded
-
-
-def expected(model: localrt.Model, prompt: str) -> tuple[int, ...]:
-    return model.generate(prompt, **{**OPTIONS, "draft": "off", "tree_budget": None}).token_ids
-
-
-def test_alone_in_a_running_batch(model: localrt.Model) -> None:
-    with model.live() as live:
-        for prompt in LIVE_PROMPTS:
-            passes = live.stats().passes
-            kept = expected(model, prompt)
-            got = live.generate(prompt, **OPTIONS)
-            assert got.token_ids == kept
+def test_alone_in_a_running_batch(tiny_folder: Path) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}
+    with localrt.load(tiny_folder, draft="off") as model, model.live() as live:
+        for prompt in ("ab" * 40, "hi", "ab" * 40):
+            got = live.generate(prompt, draft="ngram", tree_budget=4, **options)
+            assert got.token_ids == model.generate(prompt, **options).token_ids
             assert got.metrics.speculation
-            assert live.stats().passes - passes > 2
-            if len(set(kept[20:])) == 1:  # what repeats itself is drafted right
-                assert live.stats().passes - passes < 70
-            # A conversation goes on with the cache that drafts have left behind.
-            more = live.generate(token_ids=[5, 6, *got.token_ids], **OPTIONS)
-            assert len(more.token_ids) == 80
-        again = live.generate(LIVE_PROMPTS[0], **OPTIONS)
-        assert again.token_ids == expected(model, LIVE_PROMPTS[0])
 
 
 @pytest.mark.parametrize(
-    ("name", "draft"), [("llama", "ngram"), ("deepseek-v3", "off"), ("qwen3.5", "ngram")]
+    ("name", "draft"),
+    [
+        ("llama", "ngram"),
+        ("qwen3.5", "ngram"),
+        pytest.param("deepseek-v3", "off", marks=pytest.mark.slow),
+    ],
 )
 def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
     save_tiny(name, tmp_path)
@@ -250,23 +204,12 @@ def test_shared_prompts(name: str, draft: str, tmp_path: Path) -> None:
     assert shared == [list(ids) for ids in alone]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3.5",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("deepseek-v3-plain", "gemma4")),
-    ],
-)
-def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow
+def test_heads_draft_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One pass of the head computes the drafts of all chats."""
-    from tests.models.tiny_heads import TinyAssistant, TinyBlock
+    from tests.models.tiny_heads import TinyBlock
 
-    draft = "mtp"
-    if name == "gemma4":
-        draft = str(tmp_path / "own")
-        TinyAssistant(name, tmp_path, tmp_path / "own")
-    else:
-        TinyBlock(name, tmp_path)
+    TinyBlock("qwen3.5", tmp_path)
     together: list[int] = []
     compute = HeadDrafter.compute_together
 
@@ -281,7 +224,7 @@ def test_heads_draft_together(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         {"token_ids": tokens(20, seed=n), "max_tokens": 25, "ignore_eos": True, **each}
         for n, each in enumerate(sampling)
     ]
-    with localrt.load(tmp_path, ctx=128, draft=draft) as model:
+    with localrt.load(tmp_path, ctx=128, draft="mtp") as model:
         alone = [model.generate(draft="off", **one).token_ids for one in options]
         with model.live(most=4) as live:
             answers = [live.submit(**one) for one in options]

@@ -1,12 +1,11 @@
-"""What a native session records: hidden states, the same bits however they came to be; rates; the
-RAM it takes.
+"""What a native session records: hidden states, the same bits however they came to be; the RAM it
+takes.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ import pytest
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.meters import RamForecast, RamMeter, RecentRates
-from localrt.engine.protocol import Rates
-from localrt.models.weight_store import PipelineCounts
+from localrt.engine.native.meters import RamForecast, RamMeter
 from localrt.offload.shapes import PassSizes
-from localrt.quant.ops.arrays import AFTER_LAST, Features
-from localrt.quant.ops.protocol import Batch
+from localrt.quant.ops.arrays import AFTER_LAST
 from localrt.speculative.tree import TokenTree
 from tests.conftest import needs_kernels
 from tests.inside import engine_of
-from tests.offload.placed import Model, pack_synthetic, passing
 
 TOKENS = [70, 101, 80, 33, 90, 120, 64, 77, 71, 102, 81, 99]
 
@@ -43,33 +38,6 @@ def plain(engine: NativeEngine, tokens: list[int]) -> np.ndarray:
     features = session.record_features()
     session.extend(tokens)
     return features.get(0, len(tokens)).copy()
-
-
-def test_inputs_and_outputs_of_layers(tiny_folder: Path) -> None:
-    import torch
-    import transformers
-
-    model = transformers.LlamaForCausalLM.from_pretrained(tiny_folder).float().eval()
-    seen: list[Any] = []
-    layers = model.model.layers
-    layers[1].register_forward_pre_hook(lambda _m, given: seen.append(given[0]))
-    layers[-1].register_forward_hook(lambda _m, _i, out: seen.append(out))
-    with torch.no_grad():
-        model(torch.tensor([TOKENS]))
-    plain_rows = [(each[0] if isinstance(each, tuple) else each) for each in seen]
-    theirs = torch.cat([each.reshape(len(TOKENS), -1) for each in plain_rows], 1).numpy()
-    with localrt.load(tiny_folder, format="f32", draft="off") as ours:
-        engine = engine_of(ours)
-        assert isinstance(engine, NativeEngine)
-        session = engine.session(64)
-        features = session.record_features((1, AFTER_LAST))
-        last = engine.session(64)  # wants less of the same pass
-        last_features = last.record_features()
-        engine.extend_batch([(session, TOKENS), (last, TOKENS)], wanted=[0])
-        found = features.get(0, len(TOKENS))
-        assert np.abs(found - theirs).max() < 1e-4 * float(np.abs(theirs).max())
-        width = engine.hidden_size
-        np.testing.assert_allclose(last_features.get(0, 12), found[:, width:], atol=1e-5)
 
 
 @needs_kernels
@@ -92,38 +60,6 @@ def test_trees_trims_and_batches(engine: NativeEngine) -> None:
     np.testing.assert_array_equal(features.get(2, 12), expected[2:12])
     with pytest.raises(IndexError):
         features.get(0, 13)
-
-
-@needs_kernels
-def test_failed_pass_records_nothing(engine: NativeEngine) -> None:
-    def stop() -> None:
-        raise localrt.CancelledError("enough")
-
-    session = engine.session(64)
-    features = session.record_features()
-    session.extend(TOKENS[:4])
-    with pytest.raises(localrt.CancelledError):
-        session.extend(TOKENS[4:], check=stop)
-    assert features.length == 4
-    session.extend(TOKENS[4:])
-    np.testing.assert_array_equal(features.get(0, 12), plain(engine, TOKENS))
-
-
-@needs_kernels
-def test_features_of_a_streamed_model(tmp_path: Path) -> None:
-    folder = pack_synthetic(tmp_path, vocab=600, layers=3, hidden=128)
-    with closing(Model(folder)) as model:
-
-        def rows(decoder: Any, wanted: list[int]) -> np.ndarray:
-            features = Features((0, 2, AFTER_LAST), np.empty((len(TOKENS), 3 * 128), np.float32))
-            batch = Batch.extend([(decoder.cache(64), TOKENS)])
-            decoder.forward(batch, rows=wanted, features=features)
-            return features.rows
-
-        expected = rows(model.resident, [])
-        with model.placed(passing(model.store)) as decoder:
-            np.testing.assert_array_equal(rows(decoder, [11]), expected)
-            np.testing.assert_array_equal(rows(decoder, []), expected)
 
 
 def test_long_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,25 +88,6 @@ def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
     session.extend(TOKENS[8:])
     assert session.record_features() is features
     np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])
-
-
-def test_new_counts() -> None:
-    """A rate is of what was read and computed since the last one."""
-
-    def counts(read: int, read_s: float, passes: int, cpu_s: float) -> PipelineCounts:
-        return PipelineCounts(
-            ssd_read_bytes=read,
-            link_bytes=0,
-            busy_s={"ssd": read_s},
-            passes=passes,
-            clock_s=0.0,
-            decode_passes=passes,
-            decode_cpu_s=cpu_s,
-        )
-
-    rates = RecentRates(1e9)
-    rates.now(counts(1 << 30, 1.0, 100, 1.0))
-    assert rates.now(counts(2 << 30, 3.0, 200, 4.0)) == Rates(2**29, 0.03)
 
 
 def test_a_session_may_open_while_a_pass_is_counted() -> None:

@@ -17,14 +17,9 @@ import numpy as np
 import pytest
 
 from localrt.common.errors import MemoryBudgetError, MissingExtraError
-from localrt.common.settings import Settings
 from localrt.engine.llamacpp import gpus, trial
 from localrt.engine.llamacpp.gpus import LlamaGpu, with_layers
 from localrt.engine.llamacpp.trial import check_build
-from localrt.loading.context import LoadContext
-from localrt.loading.load import load_model
-from localrt.loading.options import LoadOptions
-from tests.models.make_gguf import tiny_gguf
 
 LAYERS, HIDDEN, VOCAB, CTX = 4, 256, 512, 1024
 MATRIX = HIDDEN * HIDDEN // 32 * 18  # Q4_0
@@ -83,16 +78,6 @@ def test_layers_that_fit(model: Path, rooms: list[int], expected: list[int]) -> 
     assert [each.layers for each in placed] == expected
 
 
-def test_limits(model: Path) -> None:
-    """A limit counts for each GPU, and a longer cache leaves room for fewer layers."""
-    (placed,) = with_layers([device(1 << 40)], model, ctx=CTX, most=ALL - 1)
-    assert placed.layers == 4
-    beside = 4 * gpus.CHUNK * 4 * CTX
-    (placed,) = with_layers([device(ALL + beside)], model, ctx=2 * CTX)
-    assert placed.layers < 5
-    assert with_layers([device(1 << 40)], model, ctx=CTX, most=0) == []
-
-
 @pytest.fixture
 def library(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that loads models, and llama.cpp's CPU in the place of GPUs."""
@@ -115,24 +100,6 @@ def answer(library: Any, path: Path, **options: Any) -> tuple[str, list[str], in
     session.close()
     model.close()
     return model.info.device, model.notes, token
-
-
-@pytest.mark.llamacpp
-@pytest.mark.parametrize(
-    ("options", "where", "noted"),
-    [
-        ({}, "vulkan", ["llama.cpp: 5 layers on a GPU at Vulkan0, of 5"]),
-        ({"gpu_memory": BESIDE + HEAD + LAYER}, "vulkan", ["llama.cpp: 2 layers on a GPU"]),
-        ({"gpu_memory": 0}, "cpu", []),
-        ({"device": "cpu"}, "cpu", []),
-    ],
-)
-def test_answers(
-    library: Any, model: Path, options: dict[str, Any], where: str, noted: list[str]
-) -> None:
-    found, notes, _ = answer(library, model, ctx=CTX, **options)
-    assert found == where
-    assert [note[: len(line)] for note, line in zip(notes, noted, strict=True)] == noted
 
 
 @pytest.mark.llamacpp
@@ -206,32 +173,6 @@ def test_build_dies(
     monkeypatch.setattr(trial, "identity", lambda: ["another processor"])
     with pytest.raises(MissingExtraError, match="dies of SIGSEGV"):
         check_build(tmp_path / "cache")
-
-
-@posix
-@pytest.mark.parametrize(
-    ("code", "kept"),
-    [(DIES.format("SIGKILL"), False), (DIES.format("SIGABRT"), False), ("raise OSError", True)],
-)
-def test_undecided(
-    child: Callable[[str], list[str]], tmp_path: Path, code: str, kept: bool
-) -> None:
-    runs = child(code)
-    check_build(tmp_path)
-    check_build(tmp_path)
-    assert len(runs) == (1 if kept else 2)
-
-
-@posix
-def test_load(
-    child: Callable[[str], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    child(DIES.format("SIGILL"))
-    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
-    path = tiny_gguf(tmp_path, "llama")
-    settings = Settings.from_environment()
-    with pytest.raises(MissingExtraError, match="an illegal instruction"):
-        load_model(path, LoadOptions(engine="llamacpp"), LoadContext(settings=settings))
 
 
 @pytest.mark.llamacpp

@@ -56,13 +56,6 @@ def _answer(model: Model, prompt: int, tokens: int) -> None:
     model.generate(token_ids=ids, max_tokens=tokens, ignore_eos=True, temperature=0.0)
 
 
-def _text(model: Model, job: dict[str, Any]) -> None:
-    """The longest prompt that the context holds, as text."""
-    each = len(model.tokenize(_TEXT * 8)) / 8
-    room = model.info.ctx - 64
-    model.generate(_TEXT * int(room / each), max_tokens=8, ignore_eos=True)
-
-
 def _chat(model: Model, job: dict[str, Any]) -> None:
     chat = model.chat(system="Be brief.")
     for question in ("Why is the sky blue?", "And the sea?", _TEXT, "Say it again, word by word."):
@@ -109,7 +102,6 @@ def _serve(model: Model, job: dict[str, Any]) -> None:
 _WAYS: dict[str, Callable[[Model, dict[str, Any]], None]] = {
     "generate": _generate,
     "fill": _fill,
-    "text": _text,
     "chat": _chat,
     "serve": _serve,
 }

@@ -47,21 +47,12 @@ class Cell:
     long_answer: int = 100
     cold: bool = False
 
-    @property
-    def name(self) -> str:
-        """All that is not usual."""
-        words = [self.way, f"ram {self.ram or 'free'}", *([f"ctx {self.ctx}"] if self.ctx else [])]
-        words += [f"kv {self.kv_format}"] if self.kv_format else []
-        return ", ".join([*words, "first run"] if self.cold else words)
-
 
 CELLS = (
     Cell(ctx=2048),
     Cell(ram=0.4, ctx=2048, long_answer=20),  # weights are read for each token
-    Cell(way="fill", ram="least", ctx=1024, long_answer=20),
     Cell(way="fill", ram="least", ctx=1024, kv_format="int8", long_answer=20),
     Cell(way="chat", ram=0.25),
-    Cell(way="text", ram="least", ctx=1024),
     Cell(way="serve", ram=0.5, ctx=2048),
     Cell(way="run", ram=0.25, ctx=1024, cold=True),
 )
@@ -176,7 +167,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.real
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.way}, ram {cell.ram or 'free'}")
 def test_budget_and_forecast(cell: Cell, home: Path) -> None:
     result = measure(cell, real_model("smollm2"), home)
     assert problems(result) == []

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +14,19 @@ import pytest
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.placement import PlacedUnit
 from localrt.offload.reading.disk_speed import DiskProfile
 from localrt.offload.reading.files import ReadMode
 from localrt.planning import measure
-from localrt.planning.costs import Costs, expert_costs
 from localrt.planning.machine import (
     GPUS,
     KernelRate,
     MachineProfile,
     find_gpu,
-    measured_profile,
-    parse_bandwidth,
     parse_gpu,
     typical_machine,
 )
 from localrt.planning.measure import machine_profile
 from localrt.quant.cpu.abi import find_library
-from localrt.quant.cuda.formats import product_instructions
-from tests.planner.models import RATE, machine, shape
 
 
 def test_kernel_rate() -> None:
@@ -59,10 +51,7 @@ def test_unmeasured_format() -> None:
 def test_find_gpu() -> None:
     assert find_gpu("NVIDIA GeForce RTX 4060") == GPUS["RTX 4060 8GB"]
     assert find_gpu("NVIDIA GeForce RTX 4060 Laptop GPU") == GPUS["RTX 4060 Laptop 8GB"]
-    assert find_gpu("rtx 3060 12GB") == GPUS["RTX 3060 12GB"]
-    assert find_gpu("Tesla T4") == GPUS["T4 16GB"]
     assert find_gpu("3060") == GPUS["RTX 3060 12GB"]
-    assert find_gpu("RTX 4060 Ti 16 GB") == GPUS["RTX 4060 Ti 16GB"]
     assert find_gpu("rtx4070ti super") == GPUS["RTX 4070 Ti Super 16GB"]
     assert find_gpu("4070M") == find_gpu("RTX 4070 Mobile") == GPUS["RTX 4070 Laptop 8GB"]
     # A driver says the memory beside the name.
@@ -80,11 +69,8 @@ def test_find_gpu() -> None:
 
 def test_virtual_gpu() -> None:
     gpu = parse_gpu("virtual:8GB@12GB/s,256GB/s,20TFLOPS")
-    assert gpu.vram_bytes == 8_000_000_000
-    assert gpu.link_bytes_s == 12e9
-    assert gpu.profile.bytes_s == 256e9
-    assert gpu.profile.flops == 20e12
-    assert gpu.profile.call_s == 0
+    assert (gpu.vram_bytes, gpu.link_bytes_s) == (8_000_000_000, 12e9)
+    assert (gpu.profile.bytes_s, gpu.profile.flops) == (256e9, 20e12)
     for bad in ("virtual:8GB", "virtual:8GB@12GB,1GB/s,1TFLOPS", "virtual:1GB@1GB/s,1GB/s,fast"):
         with pytest.raises(OptionError):
             parse_gpu(bad)
@@ -92,63 +78,6 @@ def test_virtual_gpu() -> None:
         parse_gpu("Voodoo 2")
     with pytest.raises(OptionError, match=r"did you mean .*RTX 4060"):
         parse_gpu("RTX 4065")
-
-
-def test_parse_bandwidth() -> None:
-    assert parse_bandwidth("12GB/s") == 12e9
-    assert parse_bandwidth("900 MB/s") == 900e6
-    for bad in ("12GB", "GB/s", "12/s/s", "12GB/h", "-1GB/s"):
-        with pytest.raises(OptionError):
-            parse_bandwidth(bad)
-
-
-def test_measured_gpu() -> None:
-    unit, expert = (
-        PlacedUnit(name="a", kind=kind, nbytes=1 << 18, macs=2_000_000, format="int4-g32")
-        for kind in ("mlp", "expert")
-    )
-    model = shape(layers=1, experts=8)
-    here = replace(machine(gpu=True), gpu=measured_profile("gpu", 8 << 30, RATE))
-    costs = Costs(shape=model, machine=here)
-    # A unit is five launches.
-    assert costs.gpu(unit, 512) == pytest.approx(5 * 2e-6 + 2e6 * 8e-11)
-    assert costs.gpu(unit, 1) == pytest.approx(5 * 2e-6 + 2e6 * 2e-12)
-    assert costs.gpu(expert, 256) == pytest.approx(5 * 2e-6 / 8 + 2e6 * 4 * 9e-12)
-    assert costs.gpu(replace(unit, format="q4_k"), 512) == costs.gpu(unit, 512)  # the nearest
-    hybrid, ruled = expert_costs(costs), expert_costs(Costs(shape=model, machine=machine(gpu=True)))
-    assert hybrid is not None
-    assert ruled is not None
-    assert hybrid.fetch == pytest.approx(ruled.fetch / 0.8)
-    # The host starts a copy, and the CPU loses a share of the memory's bandwidth meanwhile.
-    assert hybrid.slowdown == pytest.approx(2 * here.shared_s + 0.3 * hybrid.fetch)
-    assert ruled.slowdown == pytest.approx(12 / 30 * ruled.fetch)
-
-
-def prompt_costs(gpu: str, held: int = 0) -> Costs:
-    """Of 512 rows, with this GPU of the table."""
-    profile = replace(machine(gpu=True), gpu=GPUS[gpu].profile)
-    return Costs(shape=shape(layers=1), machine=profile, rows=512, held=held)
-
-
-def product_flops(gpu: str, format: str) -> float:
-    """Operations per second of a large product of a prompt."""
-    unit = PlacedUnit(name="a", kind="mlp", nbytes=1 << 30, macs=1 << 31, format=format)
-    return 2 * 512 * unit.macs / prompt_costs(gpu).gpu(unit)
-
-
-def test_prompts_take_the_instructions_of_a_format() -> None:
-    """An RTX 4060 does 120e12 operations with 8 bits: 16 clocks of 26 instructions, half of them
-    used. Its 16-bit products, which a GPU without 8-bit tensor cores has, reach 0.85 of 30e12.
-    """
-    mid = product_flops("RTX 4060 8GB", "q4_k")
-    assert mid == pytest.approx(120e12 * 16 / 26 / 2, rel=0.01)
-    for name in ("mxfp4", "q6_k", "iq2_xs"):
-        times = product_instructions("q4_k") / product_instructions(name)
-        assert product_flops("RTX 4060 8GB", name) == pytest.approx(times * mid, rel=0.01)
-    assert product_flops("RTX 4060 8GB", "bf16") == pytest.approx(0.85 * 30e12, rel=0.01)
-    # 16-bit operations of a T4 are as fast for its 8 bits as a GeForce's that does half as many.
-    assert product_flops("T4 16GB", "q4_k") == pytest.approx(65 / 60 * mid, rel=0.01)
-    assert product_flops("GTX 1660 Ti 6GB", "q4_k") < 0.85 * 5.4e12
 
 
 INTEL = """processor\t: 0
@@ -162,12 +91,6 @@ flags\t\t: fpu
 ARM = "processor\t: 0\nFeatures\t: fp asimd asimddp i8mm\nModel\t\t: Imaginary Pi\n"
 
 
-def _with_cpuinfo(root: Path, text: str) -> Path:
-    (root / "proc").mkdir()
-    (root / "proc/cpuinfo").write_text(text)
-    return root
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("cpuinfo", "name", "features"),
@@ -177,19 +100,11 @@ def _with_cpuinfo(root: Path, text: str) -> Path:
     ],
 )
 def test_features(tmp_path: Path, cpuinfo: str, name: str, features: str) -> None:
-    cpu = hardware.probe(_with_cpuinfo(tmp_path, cpuinfo)).cpu
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/cpuinfo").write_text(cpuinfo)
+    cpu = hardware.probe(tmp_path).cpu
     assert cpu.name == name
     assert cpu.features == tuple(features.split())
-
-
-def test_unknown_machine(tmp_path: Path) -> None:
-    machine = hardware.probe(tmp_path)
-    assert machine.cpu.name
-    assert machine.cpu.features == () or sys.platform != "linux"
-    assert 1 <= machine.cpu.usable_cores <= machine.cpu.logical_cores
-    assert 0 < machine.memory.available <= machine.memory.total
-    assert machine.disk is None
-    assert machine.gpus == ()
 
 
 def test_gpus_at_a_glance(tmp_path: Path) -> None:
@@ -220,7 +135,6 @@ PCI_IDS = """# a list
 \t7480  Navi 33 [Radeon RX 7600/7600 XT/7600M XT]
 \t\t1043 05e4  Dual
 8086  Intel Corporation
-\t56a0  DG2 [Arc A770]
 """
 APU = {"vendor": "0x1002", "device": "0x15bf", "mem_info_vram_total": str(512 << 20)}
 RADEON = {
@@ -231,26 +145,24 @@ RX = "AMD Radeon RX 7600/7600 XT/7600M XT"
 
 
 @pytest.mark.parametrize(
-    ("cards", "listed", "expected"),
+    ("cards", "expected"),
     [
-        ({"card1": RADEON}, True, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
-        ({"card1": RADEON}, False, [hardware.GpuFacts("AMD GPU 1002:7480", 8 << 30, 7 << 30)]),
-        ({"card0": APU, "card1": RADEON}, True, [RX, "AMD Phoenix1"]),
-        ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, True, ["Intel Arc A770"]),
-        ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, True, []),  # NVIDIA's own driver's
+        ({"card1": RADEON}, [hardware.GpuFacts(RX, 8 << 30, 7 << 30)]),
+        ({"card0": APU, "card1": RADEON}, [RX, "AMD Phoenix1"]),
+        ({"card0": {"vendor": "0x8086", "device": "0x56a0"}}, ["Intel GPU 8086:56a0"]),
+        ({"card0": {"vendor": "0x10de", "device": "0x2882"}}, []),  # NVIDIA's own driver's
     ],
 )
 def test_gpus_of_other_makers(
-    tmp_path: Path, cards: dict[str, dict[str, str]], listed: bool, expected: list[object]
+    tmp_path: Path, cards: dict[str, dict[str, str]], expected: list[object]
 ) -> None:
     for card, files in cards.items():
         folder = tmp_path / "sys/class/drm" / card / "device"
         folder.mkdir(parents=True)
         for name, text in files.items():
             (folder / name).write_text(f"{text}\n")
-    if listed:
-        (tmp_path / "usr/share/hwdata").mkdir(parents=True)
-        (tmp_path / "usr/share/hwdata/pci.ids").write_text(PCI_IDS)
+    (tmp_path / "usr/share/hwdata").mkdir(parents=True)
+    (tmp_path / "usr/share/hwdata/pci.ids").write_text(PCI_IDS)
     own = set(hardware.other_gpus(tmp_path / "nothing"))  # as Windows and macOS list them
     found = [gpu for gpu in hardware.probe(tmp_path).other_gpus if gpu not in own]
     assert expected in (found, [gpu.name for gpu in found])
@@ -352,10 +264,7 @@ def test_a_process_measures(
 
 
 @pytest.mark.parametrize("file", ["machine.json", "disks.json"])
-@pytest.mark.parametrize(
-    "text",
-    ["", "{", "[]", "null", '{"%s": 3}', '{"%s": {"mode": []}}', '{"kernels": 3}'],
-)
+@pytest.mark.parametrize("text", ["{", "null", '{"%s": 3}', '{"kernels": 3}'])
 def test_damaged_cache(
     settings: Settings, measured: Measured, store: Path, file: str, text: str
 ) -> None:
@@ -365,20 +274,6 @@ def test_damaged_cache(
     assert measure.known_machine(settings.cache_dir, store) is None
     assert machine_profile(store, settings)[0] == PROFILE
     assert measured.since() == (["q8_0"] if file == "machine.json" else ["disk"])
-
-
-def test_cache_that_cannot_be_written(measured: Measured, store: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    settings = Settings.from_environment({"LOCALRT_CACHE": str(tmp_path / "file" / "cache")})
-    assert machine_profile(store, settings)[0] == PROFILE
-
-
-def test_other_disks_are_kept(settings: Settings, measured: Measured, store: Path) -> None:
-    path = settings.cache_dir / "disks.json"
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"another": PROFILE.to_dict()}))
-    machine_profile(store, settings, remeasure=True)
-    assert "another" in json.loads(path.read_text("utf-8"))
 
 
 def test_sample_of_a_disk(settings: Settings, measured: Measured, store: Path) -> None:
@@ -418,9 +313,7 @@ def test_real_rates(
     settings: Settings, tmp_path: Path, store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure, "DEFAULT_FORMATS", ("q8_0",))
-    monkeypatch.setattr(
-        measure, "_BUDGET_S", 0.02
-    )  # hundreds of calls: their numbers must not grow
+    monkeypatch.setattr(measure, "_BUDGET_S", 0.02)  # hundreds of calls
     _, machine = measure.measure(store, tmp_path, [], False, 8 << 20, False)
     assert machine.kernels["q8_0"].at(1) > 0
     assert machine.attention.at(1) > 0
@@ -432,7 +325,6 @@ def test_real_rates(
     ("later", "busy"),
     [
         ("cpu  180 0 10 910 100 0 0 0 80 0", True),  # a guest's ticks are its user's, too
-        ("cpu  110 0 10 990 100 0 0 0 0 0", False),
         ("cpu  110 0 10 910 180 0 0 0 0 0", False),  # waiting for a disk
         ("cpu  110 0 10 900 100 0 0 80 0 0", True),  # another machine has the core
         ("cpu  100 0 10 900 100 0 0 0 0 0", False),  # no tick since

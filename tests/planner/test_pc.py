@@ -12,15 +12,14 @@ from hypothesis import strategies as st
 from localrt.common.errors import OptionError
 from localrt.common.settings import Settings
 from localrt.offload import hardware
-from localrt.offload.account import Budgets
 from localrt.offload.hardware import GpuFacts
 from localrt.planning.describe_pc import PRESETS, parse_memory_speed, parse_pc
 from localrt.planning.forecast import PlanRequest, other_gpu_line
-from localrt.planning.machine import GPUS, OtherGpu, beside_desktop, other_gpu, parse_gpu
+from localrt.planning.machine import GPUS, beside_desktop, parse_gpu
 from localrt.planning.measure import Hardware, planned_hardware
 from localrt.planning.search import make_forecast
 from tests.mutations import is_line
-from tests.planner.models import machine, published
+from tests.planner.models import published
 
 SEEDS = [
     ("pc", "RTX 4060 Ti 16GB, 2x16GB DDR5-5600 dual channel, Ryzen 7 5800X, NVMe Gen4"),
@@ -58,18 +57,11 @@ def test_parts_in_any_order() -> None:
     assert parse_pc("Ryzen 7 with 6 cores").cores == 6
 
 
-@pytest.mark.parametrize(
-    ("text", "named"),
-    [
-        ("MacBook Air M2, 16GB", "MacBook Air M2"),
-        ("24GB, Mac mini M4 Pro", "Mac mini M4 Pro"),
-    ],
-)
-def test_apple(text: str, named: str) -> None:
-    with pytest.raises(OptionError, match=f"^'{named}': Apple's GPUs are not planned$"):
-        parse_pc(text)
+def test_apple() -> None:
+    with pytest.raises(OptionError, match=r"^'MacBook Air M2': Apple's GPUs are not planned$"):
+        parse_pc("MacBook Air M2, 16GB")
     with pytest.raises(OptionError, match="Apple's GPUs are not planned"):
-        parse_gpu(named)
+        parse_gpu("Mac mini M4 Pro")
     assert parse_pc("16GB, M.2 NVMe") == parse_pc("16GB, NVMe")
 
 
@@ -112,11 +104,9 @@ def test_desktop_memory() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("RTX 9999", "from GTX 1630"),
         ("my PC", "gaming-pc"),
         ("2x RTX 3090", "'2x RTX 3090': localrt uses one GPU"),
         ("RTX 3090, RTX 3060", "'RTX 3060' is a second GPU"),
-        ("16GB, 32GB", "'32GB' is a second size of RAM"),
         ("DDR4-0000", "'-0000' is no part"),
         pytest.param("9" * 5000 + " cores", "'999.* is no part", id="digits of cores"),
     ],
@@ -162,10 +152,7 @@ DDR4, DDR5 = "DDR4-3200", "DDR5-5600"
     [
         ("RTX 4060, 32GB, NVMe", "RTX 4060 8GB", 8, DDR5),
         ("RTX 3060", "RTX 3060 12GB", 8, DDR4),
-        ("RTX 4060, i5-12400F", "RTX 4060 8GB", 6, DDR4),
-        ("RTX 3060, Intel Core i7-13700K", "RTX 3060 12GB", 16, DDR5),
         ("RTX 2070, Ryzen 5 7600X, 6 cores", "RTX 2070 8GB", 6, DDR5),
-        ("Ryzen 7 7840HS", None, 8, DDR5),
         ("Core Ultra 7 155H", None, 16, DDR5),
         ("GTX 1080 Ti", None, 8, DDR4),
     ],
@@ -177,12 +164,7 @@ def test_typical_pcs(text: str, gpu: str | None, cores: int, memory: str) -> Non
     assert pc.ram_bytes_s == pytest.approx(parse_memory_speed(memory), rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "gpu",
-    [
-        *("RX 7800 XT", "Radeon 780M", "Arc A750", "Intel UHD Graphics 770"),
-    ],
-)
+@pytest.mark.parametrize("gpu", ["RX 7800 XT", "Intel UHD Graphics 770"])
 def test_other_gpus(gpu: str) -> None:
     settings = Settings.from_environment({})
     for wanted in (Hardware(pc=f"{gpu}, 32GB"), Hardware(pc="32GB", gpu=gpu)):
@@ -190,55 +172,6 @@ def test_other_gpus(gpu: str) -> None:
         assert found.gpu is None
         line = f"{gpu}: llama.cpp can use it. localrt's own kernels"
         assert other_gpu_line(found).startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("name", "memory", "gib", "gb_s"),
-    [
-        ("RX 7600", None, 8, 288),
-        ("Radeon RX 7900 XT/7900 XTX/7900 GRE/7900M", 20 << 30, 20, 800),
-        ("Intel(R) Arc(TM) B580 Graphics", 12 << 30, 12, 456),
-        ("Arc A770 8GB", None, 8, 512),
-        ("Intel UHD Graphics 770", None, None, None),
-        ("GTX 1060 6GB", None, 6, None),
-    ],
-)
-def test_rates_of_other_gpus(
-    name: str, memory: int | None, gib: int | None, gb_s: int | None
-) -> None:
-    found = other_gpu(name, memory)
-    assert found is not None
-    assert found.name == name
-    assert found.room_bytes == (gib and gib << 30)
-    assert found.bytes_s == (gb_s and gb_s * 1e9)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "expected"),
-    [
-        (OtherGpu(name="X", room_bytes=20 << 30, bytes_s=300e9), "all of the model fits.*at most"),
-        (
-            OtherGpu(name="X", room_bytes=300 << 20, bytes_s=300e9),
-            "315 of [0-9]+ MB fit its memory",
-        ),
-        (OtherGpu(name="X", bytes_s=100e9), "use it: at most about [0-9]+ tok/s by .* 100 GB/s"),
-    ],
-)
-def test_line_on_other_gpus(gpu: OtherGpu, expected: str) -> None:
-    """It gives a rate only where one is known, and never more than memory allows."""
-    budgets = Budgets(ram=16 << 30, vram=0)
-    request = PlanRequest(
-        shape=published("llama-3.2-1b"), machine=machine(), budgets=budgets, ctx=1024
-    )
-    here = replace(machine(), other_gpu=gpu)
-    line = other_gpu_line(here, request)
-    assert re.search(expected, line)
-    if found := re.search("about ([0-9]+) tok/s", line):
-        assert gpu.bytes_s is not None
-        assert int(found[1]) <= 1 + gpu.bytes_s / request.shape.pass_nbytes
-    few = replace(request, budgets=replace(request.budgets, ram=1 << 20))
-    if not gpu.room_bytes:  # it would be read from the disk
-        assert "tok/s" not in other_gpu_line(here, few)
 
 
 @pytest.mark.parametrize(
@@ -263,19 +196,3 @@ def test_other_gpu_of_this_pc(
     assert found.other_gpu is not None
     assert found.other_gpu.name == (*here, *others)[0].name
     assert found.other_gpu.room_bytes == (expected and int(expected))
-
-
-def test_parse_memory_speed() -> None:
-    assert parse_memory_speed("60GB/s") == 60e9
-    assert parse_memory_speed("DDR4-3200") == pytest.approx(0.8 * 51.2e9)
-    with pytest.raises(OptionError, match="DDR5-5600"):
-        parse_memory_speed("DDR6")
-
-
-def test_cores_and_memory() -> None:
-    few, many = (parse_pc(f"DDR5-5600, {cores} cores").machine() for cores in (6, 24))
-    slow = parse_pc("DDR4-2400, 24 cores").machine()
-    assert few.kernel("q4_k").at(512) > 3 * many.kernel("q4_k").at(512)
-    assert few.kernel("q4_k").at(1) == many.kernel("q4_k").at(1)
-    assert slow.kernel("q4_k").at(1) > 2 * many.kernel("q4_k").at(1)
-    assert slow.kernel("q4_k").at(512) == many.kernel("q4_k").at(512)

@@ -1,25 +1,31 @@
-"""Plans: within every budget, as fast as the slowest stage allows, or refused with what fits."""
+"""Plans: within every budget, as fast as the slowest stage allows, or refused with what fits. The
+replay of a pass, against bounds.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-import time
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import MemoryBudgetError
 from localrt.offload.account import Budgets
-from localrt.offload.placement import LEAST_GPU_ROWS, Where
+from localrt.offload.placement import LEAST_GPU_ROWS, PlacedUnit, Placement, Where
+from localrt.offload.shapes import ModelShape
+from localrt.planning.costs import Costs, PassTime
 from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
-from localrt.planning.machine import GPUS, typical_machine
-from localrt.planning.models import in_format
 from localrt.planning.plan import explain, one_line
 from localrt.planning.search import fits, helpful_changes, least_ram
-from localrt.planning.simulate import simulate
+from localrt.planning.simulate import RingModel, RingSlot, simulate
+from localrt.planning.solve import (
+    UnitClass,
+    arrange,
+)
 from tests.planner.models import MB, machine, planned, published, shape
 
 CODER = published("qwen2.5-coder-1.5b")
@@ -70,17 +76,8 @@ def test_budgets(ram: int, vram: int, ctx: int, experts: int, link: float) -> No
     assert prediction.efficiency == pytest.approx(shares[plan.bottleneck])
 
 
-def test_all_in_ram() -> None:
-    plan = planned(CODER, machine(), Budgets(ram=2000 * MB), ctx=2048)
-    assert set(plan.placement.where.values()) == {Where.RAM}
-    assert plan.placement.ram_ring == 0
-    assert plan.prediction.bottleneck == "cpu"
-    assert plan.prediction.nbytes["ssd"] == 0
-
-
-@pytest.mark.parametrize("ram", [750, 600, 450])
-def test_deficit(ram: int) -> None:
-    budgets = Budgets(ram=ram * MB, process=100 * MB)
+def test_deficit() -> None:
+    budgets = Budgets(ram=600 * MB, process=100 * MB)
     plan = planned(CODER, machine(ssd=1e9), budgets, ctx=2048)
     assert_within(plan)
     taken = plan.memory.total() - plan.memory.nbytes("weights")
@@ -91,26 +88,10 @@ def test_deficit(ram: int) -> None:
     assert plan.prediction.tok_s == pytest.approx(1e9 / deficit, rel=0.06)
 
 
-@pytest.mark.parametrize("vram", [1, 1000])
-def test_small_gpu(vram: int) -> None:
-    model = shape(layers=3)
-    budgets = Budgets(ram=90 * MB, vram=vram, process=8 * MB, cuda_context=0, scratch=0)
-    plan = planned(model, machine(gpu=True), budgets, ctx=128)
-    alone = planned(model, machine(), replace(budgets, vram=0), ctx=128)
-    assert plan.placement == alone.placement
-    assert plan.prediction == alone.prediction
-    assert any("too little to be of use" in note for note in plan.notes)
-
-
-@pytest.mark.parametrize(
-    "name", ["gpt-oss-120b", pytest.param("deepseek-v3", marks=pytest.mark.slow)]
-)
-def test_large_mixtures(name: str) -> None:
-    model = published(name)
-    started = time.perf_counter()
+def test_large_mixture() -> None:
+    model = published("gpt-oss-120b")
     budgets = Budgets(ram=32_000 * MB, vram=8_000 * MB)
     plan = planned(model, machine(gpu=True, ssd=3.5e9), budgets, ctx=4096)
-    assert time.perf_counter() - started < 60
     assert_within(plan)
     assert plan.prediction.bottleneck == "ssd"
     # What is used by every token is not on the SSD.
@@ -165,22 +146,6 @@ def test_kv_on_ssd() -> None:
     assert plan.memory.total("ram") <= budgets.ram
 
 
-def test_short_prompt_passes() -> None:
-    tight = planned(CODER, machine(), Budgets(ram=500 * MB), ctx=1024)
-    roomy = planned(CODER, machine(), Budgets(ram=8000 * MB), ctx=1024)
-    assert tight.placement.prefill_rows < roomy.placement.prefill_rows == 512
-    assert any("at a time" in note for note in tight.notes)
-
-
-def test_batch() -> None:
-    budgets = Budgets(ram=600 * MB)
-    one = planned(CODER, machine(), budgets, ctx=512)
-    eight = planned(CODER, machine(), budgets, ctx=512, sequences=8)
-    assert eight.prediction.tok_s > 4 * one.prediction.tok_s
-    kv = eight.memory.nbytes("keys and values")
-    assert kv == 8 * sum(CODER.kv_nbytes("bf16", 512))
-
-
 def test_helpful_changes() -> None:
     budgets = Budgets(ram=600 * MB)
     changes = helpful_changes(planned(CODER, machine(), budgets, ctx=512))
@@ -202,13 +167,6 @@ def test_helpful_changes() -> None:
     assert options <= {None, ("kv_format", "int8"), ("format", "int4-g128")}
 
 
-def test_in_format() -> None:
-    small = in_format(CODER, "int4-g128")
-    assert small.nbytes == pytest.approx(CODER.nbytes * 4.125 / 4.5, rel=0.01)
-    assert in_format(CODER, "bf16") == CODER
-    assert in_format(CODER, "bf16", always=True).nbytes > 3 * CODER.nbytes
-
-
 def test_json_and_text() -> None:
     plan = planned(CODER, machine(), Budgets(ram=600 * MB), ctx=512)
     plan = replace(plan, changes=helpful_changes(plan))
@@ -224,42 +182,7 @@ def test_json_and_text() -> None:
     assert not re.search(r"\d+ (head|mlp|attention|expert|embedding)\b", text)
 
 
-@pytest.mark.parametrize("name", ["ctx", "rows", "sequences", "prefill_rows"])
-def test_bad_numbers(name: str) -> None:
-    options = {"ctx": 512, name: 0}
-    with pytest.raises(OptionError, match=name):
-        planned(CODER, machine(), Budgets(ram=600 * MB), **options)  # type: ignore[arg-type]
-
-
-def test_latents_in_four_bits() -> None:
-    model = published("deepseek-v3")
-    budgets = Budgets(ram=32_000 * MB)
-    with pytest.raises(OptionError, match='kv_format="int4" is not for latent attention'):
-        planned(model, machine(), budgets, ctx=4096, kv_format="int4")
-
-
-@pytest.mark.parametrize(
-    "name", ["qwen3-30b-a3b", pytest.param("gpt-oss-120b", marks=pytest.mark.slow)]
-)
-def test_mixture_beside_a_gpu(name: str) -> None:
-    shape = published(name)
-    profile = typical_machine()
-    gpu = GPUS["RTX 4060 8GB"]
-    profile = replace(profile, gpu=gpu.profile, link_bytes_s=gpu.link_bytes_s, ssd_bytes_s=3.5e9)
-    budgets = Budgets(ram=32 * 1000 * MB, vram=8 * 1000 * MB)
-    plan = planned(shape, profile, budgets, ctx=4096)
-    experts = [unit for unit in shape.units if unit.kind == "expert"]
-    read = sum(u.nbytes * u.use for u in experts if plan.placement.where[u.name].read)
-    assert plan.prediction.nbytes["ssd"] == pytest.approx(read, rel=0.1)
-    active = sum(plan.prediction.nbytes[way] for way in ("ram", "vram"))
-    assert active == pytest.approx(shape.pass_nbytes, rel=0.02)  # everything is computed once
-    bound = max(read / profile.ssd_bytes_s, active / (profile.ram_bytes_s + gpu.bytes_s))
-    assert bound < 1.1 / plan.prediction.tok_s
-    slowest = read / profile.ssd_bytes_s + 2 * shape.pass_nbytes / profile.ram_bytes_s
-    assert 1 / plan.prediction.tok_s < slowest
-
-
-@pytest.mark.parametrize("vram", [430, 445, 455, 470])
+@pytest.mark.parametrize("vram", [430, 470])
 def test_shared_caches(vram: int) -> None:
     """Layers 4 and 5 read layer 3's keys and values."""
     plain = shape(layers=6)
@@ -271,15 +194,6 @@ def test_shared_caches(vram: int) -> None:
     where = plan.placement.where
     sides = {w.on_gpu for name, w in where.items() if name.endswith(".attention")}
     assert len(sides) == 1
-
-
-def test_hybrid_context() -> None:
-    budgets = Budgets(ram=2600 * MB)
-    ctx = 131_072
-    hybrid = planned(published("lfm2-1.2b"), machine(), budgets, ctx=ctx)
-    assert hybrid.ctx == ctx
-    with pytest.raises(MemoryBudgetError, match=r"131072 tokens 4\.3 GB"):
-        planned(published("llama-3.2-1b"), machine(), budgets, ctx=ctx)
 
 
 def test_unpacked_experts() -> None:
@@ -301,9 +215,9 @@ def test_unpacked_experts() -> None:
     assert counts[0] > counts[1] > 0
 
 
-def llama(link: float = 12e9, vram: int = 12_000) -> Forecast:
-    """A 70B in ``vram`` MB of GPU memory and 64 GB of RAM, with whole MLPs."""
-    budgets = Budgets(ram=64_000 * MB, vram=vram * MB)
+def llama(link: float = 12e9) -> Forecast:
+    """A 70B in 12 GB of GPU memory and 64 GB of RAM, with whole MLPs."""
+    budgets = Budgets(ram=64_000 * MB, vram=12_000 * MB)
     here = machine(gpu=True, link=link)
     return planned(published("llama-3-70b"), here, budgets, ctx=2048, splits=False)
 
@@ -327,7 +241,7 @@ def test_mlps_cross() -> None:
     assert plan.prefill_tok_s == pytest.approx(placement.prefill_rows / crossing, rel=0.1)
 
 
-@pytest.mark.parametrize("link", [3e9, 6e9, 12e9])
+@pytest.mark.parametrize("link", [3e9, 12e9])
 def test_experts_cross_where_copies_are_faster(link: float) -> None:
     """The replay agrees on the fewest rows, within the steps that are tried."""
     budgets = Budgets(ram=30_000 * MB, vram=7_000 * MB)
@@ -347,16 +261,167 @@ def test_experts_cross_where_copies_are_faster(link: float) -> None:
     assert seconds(64, rows) == seconds(64, 0)
 
 
-def test_little_room_for_attention() -> None:
-    placement = llama(vram=6_000).placement
-    assert 40 < placement.kv.count("vram") < 80
-    mlps = {place for name, place in placement.where.items() if name.endswith("mlp")}
-    assert mlps == {Where.LINK, Where.RAM}, "none takes the room of attention"
+CPU_PLACES = (Where.RAM, Where.SSD)
 
 
-def test_prefill_rows() -> None:
-    slow, quick = llama(link=3e9), llama(link=30e9)
-    assert 512 <= quick.placement.prefill_rows <= slow.placement.prefill_rows > 512
-    for plan in (slow, quick):
-        assert plan.memory.total("vram") <= plan.request.budgets.vram
-        assert f"{plan.placement.prefill_rows} tokens a pass" in explain(plan)
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Costs, Placement]:
+    """Any small model, placed anyhow on a machine with or without a GPU."""
+    model = shape(
+        layers=draw(st.integers(1, 4)),
+        attention=4096 * draw(st.integers(1, 900)),
+        mlp=8192 * draw(st.integers(1, 900)),
+        head=draw(st.integers(1, 3)),
+        experts=draw(st.sampled_from((0, 0, 4))),
+    )
+    gpu = draw(st.booleans())
+    places = tuple(Where) if gpu else CPU_PLACES
+    where = {
+        unit.name: draw(st.sampled_from(places if unit.kind != "embedding" else CPU_PLACES))
+        for unit in model.units
+    }
+    largest = max(unit.nbytes for unit in model.units)
+    rings = [largest * draw(st.integers(4, 12)) // 4 // 4096 * 4096 for _ in range(2)]
+    costs = Costs(
+        shape=model,
+        machine=machine(gpu=gpu, ssd=draw(st.sampled_from((2e8, 2e9, 2e10)))),
+        rows=draw(st.sampled_from((1, 8))),
+        held=draw(st.integers(0, 2000)),
+    )
+    placement = Placement(
+        where=where,
+        kv=("ram",) * model.layers,
+        ram_ring=max(largest, rings[0]),
+        vram_ring=max(largest, rings[1]),
+    )
+    return costs, placement
+
+
+def serial(found: PassTime) -> float:
+    """One thing after another."""
+    return found.busy["ssd"] + found.busy["link"] + found.chain
+
+
+@given(cases())
+def test_bounds(
+    case: tuple[Costs, Placement],
+) -> None:
+    costs, placement = case
+    passes = 4
+    found = simulate(costs, placement, passes=passes, warm_up=0)
+    assert found.total_seconds >= passes * found.bound * (1 - 1e-9)
+    # The disk may have begun the next token's units before this one ended, never the reverse.
+    waking = 1.5e-4 * len(costs.shape.units)  # of a pass that waits for each of its units
+    assert found.total_seconds <= passes * (serial(found) * 1.15 + waking)
+    assert 0 < found.efficiency <= 1 + 1e-9
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 10), st.floats(0.1, 5), st.floats(0, 10)), min_size=1, max_size=40
+    ),
+    st.integers(10, 24),
+    st.integers(1, 12),
+)
+def test_ring(units: list[tuple[int, float, float]], size: int, chunk: int) -> None:
+    """Bytes are written only once every older unit that lies there was given back."""
+    ring, free = RingModel(size, chunk), 0.0
+    held: list[tuple[RingSlot, float]] = []
+    released = 0.0
+    for nbytes, rate, delay in units:
+        slot, end = ring.load(nbytes, free, rate)
+        assert 0 <= slot.offset <= size - nbytes
+        assert end >= free + nbytes / rate - 1e-9
+        for other, _ in held:
+            if other.overlaps(slot.offset, slot.offset + nbytes) and other.release > free:
+                # Overlapping is fine as long as those bytes come after the other's release.
+                assert end >= other.release
+        ring.release(slot, max(end + delay, released))
+        released = slot.release
+        held.append((slot, end))
+        free = end
+    for (one, _), (two, _) in itertools.pairwise(held):
+        assert two.release >= one.release
+
+
+def streaming(model: ModelShape, names: set[str], ring: int) -> Placement:
+    where = {u.name: Where.SSD if u.name in names else Where.RAM for u in model.units}
+    return Placement(where=where, kv=("ram",) * model.layers, ram_ring=ring)
+
+
+def test_disk_bound() -> None:
+    model = shape()
+    names = {unit.name for unit in model.units if unit.kind == "mlp"}
+    costs = Costs(shape=model, machine=machine(ssd=1e8))
+    found = simulate(costs, streaming(model, names, 4096 * 5000))
+    read = sum(unit.nbytes for unit in model.units if unit.name in names)
+    assert found.seconds == pytest.approx(read / 1e8, rel=1e-3)
+    assert found.nbytes["ssd"] == read
+    assert found.efficiency > 0.99
+    assert found.waits["ssd"] > 0.5 * found.seconds
+
+
+def test_experts_are_read_once_chosen() -> None:
+    model = shape(experts=8, used=2)
+    names = {unit.name for unit in model.units if unit.kind == "expert"}
+    costs = Costs(shape=model, machine=machine())
+    found = simulate(costs, streaming(model, names, 4096 * 9000), passes=6)
+    one = next(unit.nbytes for unit in model.units if unit.kind == "expert")
+    assert found.nbytes["ssd"] == pytest.approx(model.layers * 2 * one)
+    # None is read before its router has chosen.
+    routing = sum(costs.cpu(unit) for unit in model.units if unit.kind != "expert")
+    assert found.seconds >= routing + found.nbytes["ssd"] / costs.machine.ssd_bytes_s
+    many = simulate(replace(costs, rows=64), streaming(model, names, 4096 * 9000))
+    assert many.nbytes["ssd"] == pytest.approx(model.layers * 8 * one)
+
+
+@pytest.mark.parametrize(
+    ("layers", "visits"),
+    [("....", 0), (".CC.", 1), (".C.C", 2), ("mmmm", 4)],
+)
+def test_host_beside_a_gpu(layers: str, visits: int) -> None:
+    """A millisecond a token, and 0.6 for each visit from the GPU, of an MLP (m) or of layers."""
+    model = shape(layers=len(layers))
+    on_cpu = {"C": ("attention", "mlp"), "m": ("mlp",), ".": ()}
+    where = {
+        unit.name: Where.RAM
+        if unit.layer is not None and unit.kind in on_cpu[layers[unit.layer]]
+        else Where.VRAM
+        for unit in model.units
+    }
+    ideal = machine(gpu=True)
+    assert ideal.gpu is not None
+    real = replace(ideal, gpu=replace(ideal.gpu, call_s=1e-9))
+    placement = Placement(where=where, kv=("vram",) * len(layers))
+    one, other = (simulate(Costs(shape=model, machine=m), placement) for m in (real, ideal))
+    assert one.seconds - other.seconds == pytest.approx(1e-3 + visits * 6e-4, abs=1e-6)
+
+
+def test_keys_and_values_are_read_from_the_ssd() -> None:
+    model = shape(layers=2)
+    where = dict.fromkeys((unit.name for unit in model.units), Where.RAM)
+    placement = Placement(where=where, kv=("ssd", "ram"), ram_ring=1 << 20)
+    costs = Costs(shape=model, machine=machine(), held=8192)
+    found = simulate(costs, placement)
+    assert found.nbytes["ssd"] == pytest.approx(costs.kv_held(0), rel=0.01)
+    every = streaming(model, {unit.name for unit in model.units}, 4096 * 3000)
+    both = simulate(costs, replace(every, kv=("ssd", "ssd")))
+    weights = sum(unit.nbytes for unit in model.units if unit.kind != "embedding")
+    assert both.nbytes["ssd"] == pytest.approx(weights + 2 * costs.kv_held(0), rel=0.01)
+    assert both.bound <= both.seconds < float("inf")
+
+
+PAGE = 4096
+
+
+def test_arrange_spreads() -> None:
+    units = [
+        PlacedUnit(name=str(n), kind="mlp", nbytes=PAGE, macs=1, format="f", layer=n)
+        for n in range(20)
+    ]
+    group = UnitClass(
+        names=tuple(unit.name for unit in units), kind="mlp", nbytes=PAGE, use=1.0, cpu_s=1.0
+    )
+    placed = arrange(units, [group], [{Where.SSD: 10, Where.RAM: 10}])
+    read = [n for n in range(20) if placed[str(n)] is Where.SSD]
+    assert all(b - a == 2 for a, b in itertools.pairwise(read))

@@ -1,7 +1,10 @@
-"""Models on PCs: which run well, from which file, and one figure for each wherever it is said."""
+"""``localrt.plan``, previews, and which models run well on a PC, from which file: one figure for
+each wherever it is said.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.hub.names import KNOWN_MODELS, find_known, repo_thinks
+from localrt.hub.names import KNOWN_MODELS, find_known
 from localrt.hub.resolving import FileChoice
+from localrt.offload import hardware
 from localrt.offload.account import Budgets
 from localrt.planning import measure
-from localrt.planning import recommend as recommend_module
 from localrt.planning.forecast import (
     READING_TOK_S,
     THINKING_TOK_S,
@@ -29,12 +30,22 @@ from localrt.planning.forecast import (
     judge,
     speed,
 )
-from localrt.planning.machine import GPUS, KernelRate, MachineProfile, typical_machine
-from localrt.planning.measure import Hardware, planned_hardware
+from localrt.planning.machine import GPUS, typical_machine
+from localrt.planning.measure import Hardware, planned_hardware, with_gpu
 from localrt.planning.models import shape_from_config
-from localrt.planning.recommend import WhatRuns, recommend, recommend_on, what_runs
+from localrt.planning.recommend import (
+    WhatRuns,
+    preview,
+    recommend,
+    recommend_on,
+    what_runs,
+)
 from localrt.planning.search import estimate, make_forecast, whole_nbytes
-from tests.planner.models import CONFIGS, machine, planned, published, shape
+from localrt.quant.cuda.gpu_cache import GpuCache
+from tests.cli.test_plan import config_folder
+from tests.planner.models import CONFIGS, RATE, machine, published
+
+pytestmark = pytest.mark.usefixtures("quiet_machine")
 
 BITS = {
     "Q2_K": 3.0,
@@ -67,11 +78,8 @@ def offer(name: str, *, config: bool = True) -> FileChoice:
     ("model", "pc", "best"),
     [
         # Whole in GPU memory: the largest that is.
-        ("llama3.2:3b", "RTX 4060, 32GB", "Q8_0"),
         ("llama3.1:8b", "RTX 4060, 32GB", "Q6_K"),
-        ("llama3.2:3b", "GTX 1650, 16GB", "Q5_K_M"),
         ("qwen2.5:14b", "RTX 3060 12GB, 32GB", "Q5_K_M"),
-        ("qwen2.5-coder:32b", "RTX 4090, 64GB", "Q4_K_M"),
         # Partly in RAM: what bits lose against what they cost in speed.
         ("qwen3:30b", "RTX 4060, 32GB DDR4", "Q5_K_M"),
         ("qwen3-coder:30b", "RTX 3060 12GB, 64GB", "Q6_K"),
@@ -102,30 +110,11 @@ def test_thinking_models() -> None:
     assert "thinks before it answers" in str(judge(thinks))
 
 
-@pytest.mark.parametrize(
-    ("repo", "thinks"),
-    [
-        ("unsloth/Qwen3-Coder-30B-A3B-Instruct-GGUF", False),
-        ("bartowski/DeepSeek-R1-Distill-Qwen-14B-GGUF", True),
-        ("someone/QwQ-32B-GGUF", True),
-        ("bartowski/Qwen2.5-7B-Instruct-GGUF", False),
-    ],
-)
-def test_repo_thinks(repo: str, thinks: bool) -> None:
-    assert repo_thinks(repo) is thinks
-
-
 def test_gpu(settings: Settings) -> None:
     model = offer("qwen3.5:9b")
     alone = recommend(model, settings, ram="16GB", device="cpu")
     with_gpu = recommend_on(model, *planned_hardware(Hardware(gpu=GPU, ram="16GB"), settings)[:2])
     assert BITS[with_gpu.name] > BITS[alone.name]
-
-
-def test_all_too_slow(settings: Settings) -> None:
-    found = recommend(offer("llama3.3:70b"), settings, ram="16GB", device="cpu")
-    assert found.name == "Q4_K_M"
-    assert "none of its files reaches reading speed" in found.reason
 
 
 def test_without_a_config(settings: Settings) -> None:
@@ -166,16 +155,12 @@ def test_order() -> None:
     assert large not in best
     (others,) = (line for line in found.report().splitlines() if line.startswith("Too slow"))
     assert "llama3.3:70b" in others.partition("large: ")[2].split(", ")
-    assert len(runs("8GB").best) < len(best)
     assert set(found.machine.sources.values()) <= {"given", "typical"}
 
 
-@pytest.mark.parametrize(
-    "pc", ["RTX 4060, 32GB", "8GB", pytest.param("23GB, 2 cores", marks=pytest.mark.slow)]
-)
-def test_best_first(pc: str) -> None:
+def test_best_first() -> None:
     """With room and speed to spare, then the largest, then what hardly fits."""
-    found = runs(pc)
+    found = runs("RTX 4060, 32GB")
     memory = found.budgets.ram + found.budgets.vram
     first = found.best[0].expected
     assert first is not None
@@ -193,7 +178,6 @@ def test_best_first(pc: str) -> None:
     assert not found.best[0].model.family.startswith(("laguna", "mellum", "ornith", "apertus"))
 
 
-@pytest.mark.usefixtures("quiet_machine")
 def test_contexts() -> None:
     found = localrt.plan("qwen3:8b", pc="office-laptop", format="int4-g32")
     largest, fast = found.contexts
@@ -208,26 +192,13 @@ def test_contexts() -> None:
     assert not localrt.plan("qwen3:8b", pc="office-laptop", advise=False).contexts
 
 
-# PCs and models: whole in GPU memory, in RAM, copied, a mixture in both, one that the SSD feeds.
-NAMES = {
-    "RTX 4060, 32GB": ("qwen2.5:14b", "llama3.1:8b", "gemma4:e4b", "qwen3:30b"),
-    "RTX 4060 Laptop, 16GB DDR5, NVMe": ("qwen3-coder:30b", "qwen3-coder-next:80b"),
-    "RTX 2080, 16GB": ("gpt-oss:20b",),
-    "GTX 1650, 16GB": ("llama3.1:8b", "mistral-small3.2:24b"),
-    "16GB DDR4": ("llama3.1:8b", "qwen3.6:35b"),
-    "8GB, SATA SSD": ("qwen2.5:14b",),
-}
-QUICK = ("gemma4:e4b", "qwen3:30b", "qwen3.6:35b")
-MB = 1_000_000
-
-
-@pytest.mark.usefixtures("quiet_machine")
 @pytest.mark.parametrize(
     ("pc", "name"),
     [
-        pytest.param(pc, name, marks=() if name in QUICK else pytest.mark.slow)
-        for pc, names in NAMES.items()
-        for name in names
+        ("RTX 4060, 32GB", "gemma4:e4b"),
+        ("RTX 4060, 32GB", "qwen3:30b"),  # a mixture in both memories
+        pytest.param("GTX 1650, 16GB", "mistral-small3.2:24b", marks=pytest.mark.slow),  # copied
+        pytest.param("8GB, SATA SSD", "qwen2.5:14b", marks=pytest.mark.slow),
     ],
 )
 def test_table_page_note_and_details(pc: str, name: str) -> None:
@@ -260,75 +231,6 @@ def test_table_page_note_and_details(pc: str, name: str) -> None:
         assert row.expected.place in cells
 
 
-@st.composite
-def measured(draw: st.DrawFn) -> MachineProfile:
-    """A machine whose kernels were measured at another time than its memory."""
-    here = machine(gpu=draw(st.booleans()), ssd=draw(st.sampled_from([0.2e9, 3e9])))
-    times = draw(st.floats(0.1, 4))
-    kernels = {
-        name: KernelRate(rate.rows, tuple(times * each for each in rate.seconds))
-        for name, rate in here.kernels.items()
-    }
-    gpu = here.gpu and replace(here.gpu, kernels=draw(st.sampled_from([{}, kernels])))
-    ram = draw(st.sampled_from([8e9, 30e9, 90e9]))
-    return replace(here, kernels=kernels, gpu=gpu, ram_bytes_s=ram)
-
-
-@given(
-    here=measured(),
-    experts=st.sampled_from([0, 0, 16]),
-    layers=st.integers(1, 6),
-    mlp=st.integers(500, 20_000),
-    ram=st.sampled_from([200, 400, 2_000]),
-    vram=st.sampled_from([0, 100, 400]),
-)
-@example(  # nothing is left to the CPU, but not all of it stays in GPU memory
-    here=machine(gpu=True), experts=0, layers=5, mlp=2448, ram=200, vram=100
-)
-def test_forecast_within_rates(
-    here: MachineProfile, experts: int, layers: int, mlp: int, ram: int, vram: int
-) -> None:
-    model = shape(layers=layers, mlp=4096 * mlp, experts=experts)
-    budgets = Budgets(ram=ram * MB, vram=vram * MB, process=20 * MB, cuda_context=0)
-    request = PlanRequest(shape=model, machine=here, budgets=budgets, ctx=256)
-    found = estimate(request)
-    try:
-        plan = make_forecast(request)
-    except localrt.MemoryBudgetError:
-        assert found is None
-        return
-    assert found is not None
-    for expected in (found, plan.prediction):
-        least = max(expected.read / here.ssd_bytes_s, expected.by_cpu / here.ram_bytes_s)
-        if here.gpu is not None and here.link_bytes_s is not None:
-            by_gpu = expected.needed - expected.by_cpu - expected.read
-            least = max(least, by_gpu / here.gpu.bytes_s, expected.copied / here.link_bytes_s)
-        # CPU and GPU share a mixture's experts, which are drawn: only what is read is known.
-        if experts:
-            least = expected.read / here.ssd_bytes_s
-        assert expected.tok_s * least <= 1.001
-    assert plan.tok_s <= 1.001 * plan.ceiling_tok_s
-    assert max(map(plan.busy_share, plan.prediction.busy)) <= 1 + 1e-9
-    assert sum(plan.prediction.waits.values()) <= plan.prediction.pass_s * (1 + 1e-9)
-
-
-@pytest.mark.usefixtures("quiet_machine")
-@pytest.mark.parametrize(
-    ("pc", "place"), [("RTX 4060, 32GB", "RAM (not the GPU)"), ("16GB DDR4", "RAM")]
-)
-def test_unusable_gpu(pc: str, place: str) -> None:
-    found = runs(pc)
-    row = next(each for each in found.models if each.model.name == "command-r7b:7b")
-    assert row.expected is not None
-    assert row.expected.place == place
-    said = (
-        "the GPU is not used: this model needs localrt's own kernels, and they do not compute "
-        "attention and an MLP in parallel"
-    )
-    assert (said in localrt.plan("command-r7b:7b", pc=pc, advise=False).notes) == ("GPU" in place)
-
-
-@pytest.mark.usefixtures("quiet_machine")
 def test_preview_and_page(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = localrt.plan(tiny_folder, advise=False)
     monkeypatch.setattr(measure, "known_machine", lambda *_: plan.request.machine)
@@ -342,24 +244,6 @@ def test_preview_and_page(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         plan.weight_bytes,
     )
     assert (found.place == "GPU") == plan.placement.uses_gpu
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_outlook_ceiling(
-    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, streamed: bool
-) -> None:
-    for module in (measure, recommend_module):
-        monkeypatch.setattr(module, "known_machine", lambda *_: machine())
-    forecast = localrt.preview(tiny_folder, device="cpu", ctx=256).tok_s
-    plan = planned(shape(layers=4), machine(), Budgets(ram=200 * MB, process=20 * MB), ctx=256)
-    found = recommend_module.planned_outlook(plan)
-    if not streamed:
-        found = recommend_module.resident_outlook(
-            tiny_folder, ctx=256, format="int8-g32", device="cpu", ram=None, gpu_memory=None
-        )
-    assert found.ceiling_tok_s is not None
-    assert forecast is not None
-    assert found.ceiling_tok_s >= (plan.tok_s if streamed else forecast)
 
 
 GB = 10**9
@@ -389,16 +273,8 @@ def predicted(*, read: int = 0, copied: int = 0, **changed: Any) -> Prediction:
         ({}, "Good for chat: 23 tok/s, all of it in memory"),
         ({"on_gpu": 2 * GB}, "Good for chat: 23 tok/s, 2 of 5 GB in GPU memory, the rest in RAM"),
         (
-            {"read": 700_000_000},
-            "Good for chat: 23 tok/s, 700 MB of 5 GB are read from the SSD for every token",
-        ),
-        (
             {"tok_s": 3.21},
             "Usable for chat: 3.2 tok/s, because the CPU has to go through 5 GB for every token",
-        ),
-        (
-            {"tok_s": 5.0, "on_gpu": 2 * GB},
-            "Usable for chat: 5.0 tok/s, because the CPU computes 3 of 5 GB for every token",
         ),
         (
             {"tok_s": 0.9, "weights": 40 * GB, "needed": 40 * GB, "read": 31 * GB},
@@ -418,26 +294,22 @@ def test_judge(changed: dict[str, Any], text: str) -> None:
     assert verdict.level == {"Good": "good", "Usab": "usable", "Too ": "slow"}[text[:4]]
 
 
-def with_gpu() -> MachineProfile:
-    gpu = GPUS["RTX 4060 8GB"]
-    return replace(typical_machine(), gpu=gpu.profile, link_bytes_s=gpu.link_bytes_s)
-
-
 @pytest.mark.parametrize(
     ("name", "ram", "gpu", "nearly"),
     [
-        ("qwen2.5-coder-1.5b", 4 * GB, False, 0.001),
         ("qwen2.5-coder-1.5b", 700_000_000, False, 0.1),
-        ("phi-4-mini", 4 * GB, True, 0.1),
         ("llama-3-70b", 32 * GB, True, 0.2),
         ("gpt-oss-20b", 8 * GB, False, 0.25),
         ("gpt-oss-20b", 32 * GB, True, 0.2),
     ],
 )
 def test_estimate_is_near_the_plan(name: str, ram: int, gpu: bool, nearly: float) -> None:
-    machine = with_gpu() if gpu else typical_machine()
+    here = typical_machine()
+    if gpu:
+        found = GPUS["RTX 4060 8GB"]
+        here = replace(here, gpu=found.profile, link_bytes_s=found.link_bytes_s)
     budgets = Budgets(ram=ram, vram=8 * GB if gpu else 0)
-    request = PlanRequest(shape=published(name), machine=machine, budgets=budgets, ctx=2048)
+    request = PlanRequest(shape=published(name), machine=here, budgets=budgets, ctx=2048)
     expected, plan = estimate(request), make_forecast(request)
     assert expected is not None
     assert expected.tok_s == pytest.approx(plan.tok_s, rel=nearly)
@@ -449,3 +321,117 @@ def test_estimate_is_near_the_plan(name: str, ram: int, gpu: bool, nearly: float
     assert len(short.units) <= len(request.shape.units)
     assert whole_nbytes(short) == request.shape.nbytes
     assert estimate(replace(request, shape=short)) == expected
+
+
+def test_resident_and_streamed(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    fits = localrt.plan(folder, ram="64GB", format="int4-g64", advise=False)
+    assert fits.fits
+    assert str(fits).startswith("fits in memory, about ")
+    assert (fits.read_bytes, fits.copied_bytes, fits.vram_bytes) == (0, 0, 0)
+    assert fits.weight_bytes < fits.ram_bytes < 64e9
+    less = localrt.plan(folder, ram="700MB", format="int4-g64", ssd="3GB/s")
+    assert not less.fits
+    assert str(less).startswith("streams ")
+    assert 0 < less.read_bytes <= less.weight_bytes
+    assert less.bottleneck in ("ssd", "cpu")
+    assert less.tok_s < fits.tok_s
+    assert less.hypothetical == ("--ssd",)
+    assert less.changes
+    assert less.changes[0].gain > 1
+    assert "tok/s predicted" in less.details
+    assert less.report.splitlines()[0] == str(less.verdict)
+    assert "tok/s predicted" not in less.report
+    assert less.to_dict()["prediction"]["tok_s"] == less.tok_s
+    gpu = localrt.plan(folder, gpu="virtual:1GB@12GB/s,256GB/s,20TFLOPS", advise=False)
+    assert 0 < gpu.vram_bytes <= 1e9
+    assert "memory at 256 GB/s (given)" in gpu.details
+
+
+def test_measured_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = hardware.GpuFacts("NVIDIA GeForce RTX 4060", 8 << 30, 7 << 30)
+    monkeypatch.setattr(hardware, "gpus", lambda: (gpu,))
+    cache = tmp_path / "LOCALRT_CACHE"
+    by_rule, _ = with_gpu(machine(), Hardware(), cache)
+    assert by_rule.sources["gpu"] == "typical"
+    GpuCache(cache, gpu.name, ["key"]).write("rates", RATE.to_dict())
+    # Another GPU than this machine's is not what was measured.
+    other, _ = with_gpu(machine(), Hardware(gpu="RTX 4060 8GB"), cache)
+    for each in (by_rule, other):
+        assert each.gpu is not None
+        assert not each.gpu.kernels
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    found = localrt.plan(folder, format="int4-g32", advise=False)
+    assert "memory at 250 GB/s (measured), link to it 12 GB/s (measured)" in found.details
+    assert found.measured_tok_s is None
+    # Then it ran here, and an answer had its speed.
+    kept = Settings.from_environment().data_dir / "speeds.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text(json.dumps({folder.name: 31.41}), encoding="utf-8")
+    again = localrt.plan(folder, format="int4-g32", advise=False)
+    assert "\n  31 tok/s measured, when it last ran on this machine\n" in again.details
+    assert again.to_dict()["measured_tok_s"] == 31.41
+    # That is not of a PC that is described.
+    assert localrt.plan(folder, pc="gaming-pc", advise=False).measured_tok_s is None
+
+
+def test_pc(tmp_path: Path) -> None:
+    folder = config_folder(tmp_path, "qwen2.5-coder-1.5b")
+    pc = localrt.plan(folder, pc="gaming-pc, 16GB", advise=False)
+    machine = pc.request.machine
+    assert pc.hypothetical == ("--pc",)
+    assert machine.gpu is not None
+    assert machine.gpu.name == "RTX 4060 8GB"
+    assert pc.request.budgets.ram == 12_000_000_000  # the desktop's part is left
+    assert 0 < pc.request.budgets.vram < 8 << 30
+    assert set(machine.sources.values()) <= {"given", "typical"}
+    options: dict[str, Any] = {"ram": "2GB", "ssd": "1GB/s", "ram_speed": "20GB/s", "cores": 4}
+    other = localrt.plan(folder, pc="16GB", advise=False, **options)
+    assert other.request.machine.gpu is None
+    assert other.request.budgets.ram == 2_000_000_000
+    found = other.request.machine
+    assert (found.ssd_bytes_s, found.ram_bytes_s, found.threads) == (1e9, 20e9, 4)
+    # This machine with other memory: decoding waits for it, prompts for the cores.
+    here, slow, few = (
+        localrt.plan(folder, ram="64GB", advise=False, **given)
+        for given in ({}, {"ram_speed": "10GB/s"}, {"cores": 1})
+    )
+    assert slow.tok_s < 0.7 * here.tok_s
+    assert few.prefill_tok_s < 0.7 * here.prefill_tok_s
+    assert "--cores" in few.hypothetical
+
+
+@pytest.mark.parametrize(
+    ("model", "quantization", "gigabytes", "note"),
+    [
+        ("unsloth/Qwen3-30B-A3B-GGUF:Q4_K_M", "Q4_K_M", 18.7, "Q4_K_M was not looked up"),
+        pytest.param(
+            *("qwen3:30b", "Q5_K_M", 21.7, "planned for its file Q5_K_M"), marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_known_repository_offline(
+    model: str, quantization: str, gigabytes: float, note: str
+) -> None:
+    found = localrt.plan(model, pc="RTX 4060, 32GB", offline=True, advise=False)
+    assert found.quantization == quantization
+    assert found.weight_bytes == pytest.approx(gigabytes * 1e9, rel=0.01)
+    assert found.thinks
+    assert note in found.details
+    assert found.command == f"localrt chat {model}"
+
+
+def test_config_alone(tmp_path: Path) -> None:
+    cache = tmp_path / "hub"
+    snapshot = cache / "models--org--big" / "snapshots" / ("c" * 40)
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text(json.dumps(CONFIGS["phi-4-mini"]))
+    settings = Settings.from_environment({"HF_HUB_CACHE": str(cache)})
+    small = preview("org/big", ram="2GB", device="cpu", settings=settings)
+    assert not small.fits
+    assert small.read_bytes > 800_000_000
+    assert "streams" in str(small)
+    assert "per token" in str(small)
+    nothing = preview("org/big", ram="60MB", device="cpu", settings=settings)
+    assert nothing.problem
+    assert str(nothing).startswith("does not fit")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,20 +80,8 @@ def test_latent_attention() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "deepseek-v2",
-        "deepseek-v2-lite",
-        "deepseek-v3",
-        "deepseek-v4",
-        "gemma4",
-        "gemma4-keys-as-values",
-        "gemma2",
-        "phi3",
-        "mixtral",
-        "olmoe",
-        "granite-moe",
-        "qwen2-moe",
-        *FAMILIES,
-        *FAMILY_MIXTURES,
+        *("deepseek-v3", "deepseek-v4", "gemma4-keys-as-values", "phi3", "mixtral"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in (*FAMILIES, *FAMILY_MIXTURES)),
     ],
 )
 def test_config_and_store(name: str, tmp_path: Path) -> None:
@@ -131,19 +118,6 @@ def test_experts() -> None:
     assert shape.pass_nbytes < 0.12 * shape.nbytes
 
 
-def test_published_scheme() -> None:
-    config = {
-        **CONFIGS["llama-3-70b"],
-        "quantization_config": {"quant_method": "gptq", "bits": 4},
-    }
-    shape = shape_from_config(config, name="m")
-    assert shape.units[1].format == "int4-g128"
-    assert "gptq, planned as int4-g128" in shape.notes[0]
-    deepseek = published("deepseek-v3")
-    assert {unit.format for unit in deepseek.units if unit.kind == "expert"} == {"e4m3-g128"}
-    assert "(W8A8)" in deepseek.notes[1]
-
-
 def test_quantized_experts() -> None:
     shape = published("gpt-oss-20b")
     formats = {unit.kind: unit.format for unit in shape.units if unit.kind != "norm"}
@@ -170,8 +144,6 @@ def test_bad_configs() -> None:
         shape_from_config({"model_type": "mamba"}, name="m")
     with pytest.raises(CheckpointError, match="num_attention_heads must be"):
         shape_from_config({"model_type": "llama", "num_attention_heads": 0}, name="m")
-    with pytest.raises(CheckpointError, match="num_hidden_layers must be"):
-        shape_from_config({**CONFIGS["phi-4-mini"], "num_hidden_layers": "many"}, name="m")
     with pytest.raises(UnsupportedModelError, match="int3"):
         shape_from_config(CONFIGS["phi-4-mini"], name="m", format="int3")
     with pytest.raises(ValueError, match="kv_format"):
@@ -186,14 +158,3 @@ def test_layers_without_cache() -> None:
     budgets = Budgets(ram=20 << 30, vram=16 << 30)
     plan = planned(shape, machine(gpu=True), budgets, ctx=512)
     assert "keys and values: 29 layers in GPU memory" in explain(plan)
-
-
-def test_attention_and_state() -> None:
-    shape = shape_from_config(CONFIGS["falcon-h1-7b"], name="m")
-    assert shape.attending == tuple(range(44))
-    assert shape.on_ssd == (), "where there is a state beside them"
-    (both,) = set(shape.kv)
-    (state,) = both.states
-    without = replace(shape, kv=(replace(both, states=()),) * 44)
-    more = shape.kv_nbytes("bf16", 512)[0] - without.kv_nbytes("bf16", 512)[0]
-    assert more >= 4 * state.state_size

@@ -1,11 +1,13 @@
-"""Token trees, and the accept rule: the target's own distribution for any tree and any sampler."""
+"""Token trees, and the accept rule: the tokens of plain decoding for any tree and any sampler. A
+tree's rows, and a cache that keeps the accepted ones, have the bits of plain decoding.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
 from collections.abc import Callable
 from functools import cache
-from itertools import cycle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from localrt.engine.sampling import Distribution, Dry, Sampling, adjust_logits, distribution, draw
+from localrt.models.decoder import Decoder
+from localrt.offload.kv.cache import KvTier
+from localrt.quant.cpu.ops import NativeOps
+from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
+from localrt.quant.ops.protocol import Batch, Span
 from localrt.speculative.acceptance import TreePass
 from localrt.speculative.tree import ROOT, TokenTree, merge
+from tests.conftest import needs_kernels
+from tests.models.tiny import load_ours, save_tiny, tokens
+from tests.ops.cuda.conftest import emulator as emulator
 
 
 @st.composite
@@ -178,34 +188,102 @@ def random_tree(rng: np.random.Generator) -> TokenTree:
     return TokenTree.of([t for _, t in nodes], [p for p, _ in nodes], [0.0] * len(nodes), "x")
 
 
-def test_distribution() -> None:
-    """Chi-squared of all answers of three tokens against their exact probabilities."""
-    name, seeds = "top-p", 6000
-    exact: dict[Said, float] = {(): 1.0}
-    for _ in range(LENGTH):
-        exact = {
-            (*said, token): p * chance
-            for said, p in exact.items()
-            for each in [chances(said, name, False)]
-            for token, chance in zip(each.tokens.tolist(), each.probs.tolist(), strict=True)
-        }
-    rng, shapes = np.random.default_rng(5), np.random.default_rng(6)
-    drafts = cycle([random_tree(shapes) for _ in range(499)])  # which know nothing of the draws
-    counts = Counter(speculative(name, rng, lambda: next(drafts)) for _ in range(seeds))
-    assert set(counts) <= set(exact)
-    # Rare answers are counted together, as the test wants five of each at least.
-    common = [(counts[said], p * seeds) for said, p in exact.items() if p * seeds >= 5]
-    from scipy.stats import chi2
-
-    rest = seeds - sum(o for o, _ in common), seeds - sum(e for _, e in common)
-    pairs = [pair for pair in (rest, *common) if pair[1] > 1e-6]
-    statistic = sum((o - e) ** 2 / e for o, e in pairs)
-    assert statistic < chi2.ppf(0.9999, len(pairs) - 1)
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_same_seed_same_tokens(name: str) -> None:
     for seed in range(100):
         shapes = np.random.default_rng(seed)
         ours = speculative(name, np.random.default_rng(seed), lambda it=shapes: random_tree(it))  # type: ignore[misc]
         assert ours == plain(name, np.random.default_rng(seed))
+
+
+CAPACITY = 1024
+# Two branches that part and part again: 0-1-2-3-8-9, 0-4-5, 6-7, and many leaves.
+PARENTS = [ROOT, 0, 1, 2, 0, 4, ROOT, 6, 3, 8, *[5] * 9, 18, 19, 20]
+
+
+# Within a block of the cache, at its end, and behind; of windows too.
+HELD = [
+    *(("gemma3", held) for held in (3, 239, 250, 255, 256, 505)),
+    *((name, 250) for name in ("llama", "gemma2", "gemma4", "cohere2")),
+]
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, CacheFormat], Decoder]:
+    """A tiny model by its name and the format of its cache, each loaded once."""
+
+    @functools.cache
+    def saved(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("tiny")
+        save_tiny(name, folder)
+        return folder
+
+    @functools.cache
+    def loaded(name: str, kv_format: CacheFormat) -> Decoder:
+        return load_ours(saved(name), NativeOps(threads=2, kv_format=kv_format), context=CAPACITY)
+
+    return loaded
+
+
+def some_tree() -> TokenTree:
+    ids = list(range(10, 10 + len(PARENTS)))
+    return TokenTree.of(ids, PARENTS, [0.0] * len(ids), "test")
+
+
+def tree_pass(decoder: Decoder, cache: Any, token: int, tree: TokenTree) -> Any:
+    held = cache.length
+    ids = np.concatenate([[token], tree.tokens])
+    positions = np.concatenate([[held], tree.positions(held)])
+    span = Span(cache, 1 + len(tree), tree.pass_mask())
+    return decoder.forward(Batch(ids, positions, (span,)))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_format", KV_FORMATS)
+@pytest.mark.parametrize(("name", "held"), HELD)
+def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
+    decoder, tree = load(name, kv_format), some_tree()
+    prompt = tokens(held)
+    cache = decoder.cache(CAPACITY)
+    decoder.forward(Batch.extend([(cache, prompt)]), rows=[])
+    logits = tree_pass(decoder, cache, 7, tree)
+    for leaf in (7, 9, 14, 21):
+        path = path_to(tree, leaf)
+        alone = decoder.cache(CAPACITY)
+        decoder.forward(Batch.extend([(alone, prompt)]), rows=[])
+        for row, token in zip((ROOT, *path), (7, *tree.tokens[list(path)].tolist()), strict=True):
+            (plain,) = decoder.forward(Batch.extend([(alone, [token])]))
+            assert np.array_equal(logits[1 + row], plain)
+    # What is kept of the tree has the bits as well: decoding goes on the same.
+    cache.select(held, [0, *(1 + node for node in path)])
+    assert cache.length == alone.length
+    more = [decoder.forward(Batch.extend([(c, tokens(20, seed=5))])) for c in (cache, alone)]
+    assert np.array_equal(*more)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kv_format", ["bf16", "int8", "int4"])
+@pytest.mark.parametrize("held", [250, 506])
+def test_ssd_as_ram(tmp_path: Path, kv_format: Any, held: int) -> None:
+    save_tiny("qwen2", tmp_path)
+    ram, ssd = (
+        load_ours(tmp_path, NativeOps(threads=1, kv_format=kv_format), context=CAPACITY)
+        for _ in range(2)
+    )
+    specs = ssd.config.attention
+    places: Any = ["ssd", "ram", "ssd"]
+    tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format=kv_format, slots=1)
+    assert isinstance(ssd.ops, NativeOps)
+    ssd.ops.kv_maker = tier
+    results, tree = [], some_tree()
+    for decoder in (ram, ssd):
+        cache = decoder.cache(CAPACITY)
+        decoder.forward(Batch.extend([(cache, tokens(held))]), rows=[])
+        tree_pass(decoder, cache, 7, tree)
+        cache.select(held, [0, *(1 + node for node in path_to(tree, 21))])
+        results.append(decoder.forward(Batch.extend([(cache, tokens(30, seed=3))])))
+        cache.trim(held + 2)
+        results.append(decoder.forward(Batch.extend([(cache, tokens(300, seed=4))]), rows=[299]))
+    assert np.array_equal(results[0], results[2])
+    assert np.array_equal(results[1], results[3])
+    tier.close()
