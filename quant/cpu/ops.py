@@ -336,20 +336,9 @@ class NativeOps(
         step: NativePass,
         layer: int,
     ) -> Floats:
-        return self._attention_output(q, weights, spec, step, layer, None)
+        return self.chosen_output(q, weights, spec, step, layer, None)
 
     def chosen_output(
-        self,
-        q: Floats,
-        weights: AttentionWeights,
-        spec: AttentionSpec,
-        step: NativePass,
-        layer: int,
-        chosen: npt.NDArray[np.int32],
-    ) -> Floats:
-        return self._attention_output(q, weights, spec, step, layer, chosen)
-
-    def _attention_output(
         self,
         q: Floats,
         weights: AttentionWeights,
@@ -415,7 +404,7 @@ class NativeOps(
         return out
 
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
-        return self._gated_mlp(x, weights, spec, None)
+        return self.shared_mlp(x, weights, spec, None)
 
     def norm_gate_rows(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
         rows = weights.gate_up.stack.rows // (2 if spec.gated else 1)
@@ -563,7 +552,14 @@ class NativeOps(
     def shared_mlp(
         self, normed: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
-        return self._gated_mlp(normed, weights, spec, gate)
+        self.follow_limits()  # a pass may begin on a GPU
+        out = self._array(normed.shape[0], weights.down.stack.rows)
+        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, mlp_args)
+        if gate is not None:
+            args.row_gate = gate.stack
+        args.x, args.out, args.rows = self._locate(normed), self._locate(out), normed.shape[0]
+        self._api.lrt_norm_gated_mlp(self._handle, args)
+        return out
 
     # -- sums and logits -------------------------------------------------------------------------
 
@@ -653,18 +649,6 @@ class NativeOps(
         if spec.rope not in self._turns:
             self._turns[spec.rope] = Turns(spec.rope)
         return self._turns[spec.rope]
-
-    def _gated_mlp(
-        self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
-    ) -> Floats:
-        self.follow_limits()  # a pass may begin on a GPU
-        out = self._array(x.shape[0], weights.down.stack.rows)
-        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, mlp_args)
-        if gate is not None:
-            args.row_gate = gate.stack
-        args.x, args.out, args.rows = self._locate(x), self._locate(out), x.shape[0]
-        self._api.lrt_norm_gated_mlp(self._handle, args)
-        return out
 
     def _array(self, rows: int, cols: int) -> Floats:
         """An array that the last pass released, or a new one: fresh pages cost more than a row."""

@@ -214,7 +214,7 @@ void attention_output(Context& context, const AttentionArgs& args) {
     }
     const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
     matmul(context, args.proj, acts, args.out);
-    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.result_eps);
 }
 
 // A single row: projections, attention and its output are one list of tasks, so that threads meet once. Whoever ends a
@@ -267,7 +267,7 @@ inline void attention_of_row(Context& context, const AttentionArgs& args) {
         if ((task -= groups * parts) < groups * pieces) return attend_piece(task / pieces, task);
         multiply_share(args.proj, shares.list[task - groups * pieces], results, args.out);
     });
-    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.result_eps);
 }
 
 // Both steps of a layer.
@@ -393,7 +393,7 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     if (joined && args.rows == 1 && !context.adapters.rows) mlp_of_row(context, args, halves);
     else mlp_of_rows(context, args, joined ? &halves : nullptr, gate);
     if (args.down.count == 0) return;
-    finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.post_eps);
+    finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.result_eps);
     if (args.row_gate.count == 0) return;
     float* factors = scratch<float>(context.wide, args.rows);
     matmul(context, args.row_gate, prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.row_gate), factors);
