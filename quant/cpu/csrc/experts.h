@@ -264,10 +264,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
         if (portion.part < 0) {
             const float* bias = expert.gate_up_bias;
             const Gated target = {b.inner, {args.activation, args.limit}, expert.down.hadamard, bias, bias ? bias + crowd.inner : nullptr};
-            return with_layout(b.halves.gate.layout, [&](auto kind) {
-                if constexpr (decltype(kind)::PACKED)
-                    kind.multiply_gated(b.halves.gate, b.halves.up, portion.tile, portion.tiles, gated_unit(expert.down), b.in, runs, range, target);
-            });
+            return multiply_gated(b.halves, portion.tile, portion.tiles, gated_unit(expert.down), b.in, runs, range, target);
         }
         const Matrix& m = (down ? expert.down : expert.gate_up).parts[portion.part];
         Target target = {b.wide + portion.column, crowd.width(), m.rows, m.scale, nullptr, nullptr};
@@ -275,7 +272,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
             const float* bias = expert.down_bias ? expert.down_bias + portion.column : nullptr;
             target = {args.slots + portion.column, (size_t)crowd.hidden, m.rows, m.scale, bias, b.slots};
         }
-        with_layout(m.layout, [&](auto kind) { kind.multiply(m, portion.tile, portion.tiles, down ? b.inner : b.in, runs, range, target); });
+        multiply(m, portion.tile, portion.tiles, down ? b.inner : b.in, runs, range, target);
     });
 }
 
@@ -420,7 +417,7 @@ struct RowMixture {
         }
         routed.finish();
     }
-    void multiply(int task) {
+    void compute(int task) {
         routed.wait();
         quantized.wait();
         for (int at = edges[task], end = edges[task + 1], count; at < end && usable; at += count) {
@@ -438,15 +435,13 @@ struct RowMixture {
         const float* bias = expert.gate_up_bias;
         const Acts codes = rows_from(values, k, 1);
         const Gated to = {codes, {args.activation, args.limit}, expert.down.hadamard, bias, bias ? bias + inner : nullptr};
-        with_layout(halves.gate.layout, [&](auto kind) {
-            if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, row, Runs(1), {0, 1}, to);
-        });
+        multiply_gated(halves, tile, tiles, unit, row, Runs(1), {0, 1}, to);
     }
     void multiply_down(const Expert& expert, int k, int tile, int tiles) {
         const Matrix& m = expert.down.parts[0];
         const Target to = {args.slots + (size_t)k * m.rows, 0, m.rows, m.scale, expert.down_bias, nullptr};
         const Acts codes = rows_from(values, k, 1);
-        with_layout(m.layout, [&](auto kind) { kind.multiply(m, tile, tiles, codes, Runs(1), {0, 1}, to); });
+        multiply(m, tile, tiles, codes, Runs(1), {0, 1}, to);
         add_up(tile, tiles);
     }
     // These tiles of an expert are done. Whoever ends a piece adds it up.
@@ -465,7 +460,7 @@ struct RowMixture {
             if (task < prepares) return task == 0 ? norm() : task == 1 ? quantize() : read_shared();
             if ((task -= prepares) < ranked) return choose(task);
             if ((task -= ranked) < gates) return shared->gate(task);
-            if ((task -= gates) < tasks) return multiply(task);
+            if ((task -= gates) < tasks) return compute(task);
             multiply_tiles(shared->args.down, task - tasks, 1, shared->gated, shared->args.out);
             add_up(task - tasks, 1);
         });

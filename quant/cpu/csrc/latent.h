@@ -65,9 +65,7 @@ inline void multiply_heads(Context& context, const Stack& stack, int heads, cons
         const int head = index / steps % heads, tile = index % steps * step;
         const Matrix own = matrix_of(stack, heads, head);
         const Target target = {out + head * next, stride, own.rows, own.scale, nullptr, nullptr};
-        with_layout(own.layout, [&](auto kind) {
-            kind.multiply(own, tile, least(step, tiles - tile), of_head(acts, head, runs), runs, chunks[index / (steps * heads)], target);
-        });
+        multiply(own, tile, least(step, tiles - tile), of_head(acts, head, runs), runs, chunks[index / (steps * heads)], target);
     });
 }
 
@@ -79,8 +77,6 @@ inline void turn_pairs(const float* from, const float* cos, const float* sin, in
         to[i + half] = b * cos[i] + a * sin[i];
     }
 }
-
-inline size_t latent_row_bytes(int format, int size) { return format == KV_ROWS_INT8 ? size : 2 * (size_t)size; }
 
 inline void append_latent(const Span& span, int slot, int size, const float* row) {
     uint8_t* block = span.data + slot / KEYS * span.stride;
@@ -125,8 +121,7 @@ void norm_latent_append(Context& context, const LatentArgs& args) {
             for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++)
                 rms_norm(wide + (size_t)row * width, args.query_norm, args.latent_eps, rank, low + (size_t)row * rank);
         });
-        const Acts queries = prepare(context, context.rows, low, nullptr, args.rows, nullptr, 0, args.query_up);
-        matmul(context, args.query_up, queries, args.q);
+        linear(context, args.query_up, low, args.rows, args.q);
     }
     const int share = 8, tasks = (args.rows + share - 1) / share;
     parallel(context, tasks, [&](int task) {
@@ -180,84 +175,60 @@ struct AttendingLatents {
     const Tree& tree;
     const int begin, latent, size, queries;
     const float* q;
-    int blocks, pieces, each, chunks;  // queries of a chunk
-    float* partial;
+    int blocks, each, chunks;  // queries of a chunk
+    Partials partials;
     AttentionArgs plain = {};  // arguments of the functions shared with attention.h
 
     AttendingLatents(Context& context, const LatentArgs& args, const Span& span, const Tree& tree, int begin, int rows, const float* q)
-        : args(args), span(span), tree(tree), begin(begin), latent(args.latent), size(args.rotary + latent), queries(rows * args.heads), q(q) {
+        : args(args), span(span), tree(tree), begin(begin), latent(args.latent), size(args.rotary + latent), queries(rows * args.heads), q(q),
+          partials(divide(context, rows)) {
+        plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
+    }
+    Partials divide(Context& context, int rows) {
         int longest = 0;
         for (int row = begin; row < begin + rows; row++) longest = most(longest, tree.last(row));
         blocks = (longest + KEYS - 1) / KEYS;
         // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
         const int threads = context.pool.threads(), wide = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
         const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * (latent + 2) <= MOST_PIECES;
-        pieces = split ? blocks : 1;
         each = split || wide >= threads ? LATENT_QUERIES : LATENT_QUERIES / 4;
         chunks = (queries + each - 1) / each;
-        partial = scratch<float>(context.partial, (size_t)queries * pieces * (latent + 2));
-        plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
+        return Partials(context.partial, queries, split ? blocks : 1, latent);
     }
-    float* place(int index, int piece) const { return partial + ((size_t)index * pieces + piece) * (latent + 2); }
+    int tasks() const { return chunks * partials.pieces; }
     void run(int task) const {
-        const int piece = task % pieces, chunk = task / pieces;
+        const int piece = task % partials.pieces, chunk = task / partials.pieces;
         const int from_query = chunk * each, n = least(each, queries - from_query);
         const Cached cached(span, plain, 0, 0);
         Query list[LATENT_QUERIES];
-        int high = 0;
         for (int i = 0; i < n; i++) {
             const int row = begin + (from_query + i) / args.heads;
             list[i] = {q + (size_t)(from_query + i) * size, 0, tree.last(row), row};
-            high = most(high, list[i].last);
-            float* p = place(from_query + i, piece);
-            p[0] = -INFINITY;
-            fill_floats(p + 1, latent + 1, 0.f);
         }
-        BlockResult results[LATENT_QUERIES];
-        alignas(64) float values[LATENT_QUERIES * MAX_HEAD];
-        const bool split = pieces > 1;
-        for (int block = split ? piece : 0; block < (split ? piece + 1 : blocks); block++) {
-            if (block * KEYS >= high) break;
-            for (int i = 0, count; i < n; i += count) {
-                // In a tree's blocks, each row has its own keys; otherwise the last row attends to the most.
-                for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
-                float* to = values + (size_t)i * latent;
-                const int row = list[i + count - 1].row;
-                if (tree.last(row) <= block * KEYS) {
-                    for (int j = i; j < i + count; j++) results[j] = {-INFINITY, 0.f};
-                } else if (span.format == KV_ROWS_INT8) {
-                    const Sources from = latent_sources<uint8_t>(span, tree, block, row, size);
-                    attend_block<CachedInt8>(count, list + i, cached, from, block, args.rotary, results + i, to, latent);
-                } else {
-                    const Sources from = latent_sources<uint16_t>(span, tree, block, row, size);
-                    attend_block<CachedBf16>(count, list + i, cached, from, block, args.rotary, results + i, to, latent);
-                }
+        partials.run(from_query, piece, list, n, blocks, tree, [&](int block, int i, int count, BlockResult* results, float* to) {
+            const int row = list[i + count - 1].row;  // the last row attends to the most
+            if (tree.last(row) <= block * KEYS) {
+                for (int j = 0; j < count; j++) results[j] = {-INFINITY, 0.f};
+            } else if (span.format == KV_ROWS_INT8) {
+                const Sources from = latent_sources<uint8_t>(span, tree, block, row, size);
+                attend_block<CachedInt8>(count, list + i, cached, from, block, args.rotary, results, to, latent);
+            } else {
+                const Sources from = latent_sources<uint16_t>(span, tree, block, row, size);
+                attend_block<CachedBf16>(count, list + i, cached, from, block, args.rotary, results, to, latent);
             }
-            for (int i = 0; i < n; i++) {
-                float* p = place(from_query + i, piece);
-                BlockResult sofar{p[0], p[1]};
-                join(sofar, p + 2, results[i], values + (size_t)i * latent, latent);
-                p[0] = sofar.peak;
-                p[1] = sofar.total;
-            }
-        }
+        });
     }
     // Merges the pieces of a query: out (rows, H, latent).
     void merge(int index, float* out) const {
-        float* first = place(index, 0);
-        BlockResult sofar{first[0], first[1]};
-        for (int piece = 1; piece < pieces; piece++) {
-            const float* next = place(index, piece);
-            join(sofar, first + 2, {next[0], next[1]}, next + 2, latent);
-        }
-        const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
+        partials.merge(index);
+        const float *sum = partials.sum(index, 0), total = partials.result(index, 0).total, inverse = total > 0 ? 1.f / total : 0.f;
         float* to = out + (size_t)index * latent;
-        for (int e = 0; e < latent; e++) to[e] = first[2 + e] * inverse;
+        for (int e = 0; e < latent; e++) to[e] = sum[e] * inverse;
     }
 };
 
 inline void attend_latents(Context& context, const AttendingLatents& attending, float* out) {
-    parallel(context, attending.chunks * attending.pieces, [&](int task) { attending.run(task); });
+    parallel(context, attending.tasks(), [&](int task) { attending.run(task); });
     parallel(context, (attending.queries + 15) / 16, [&](int task) {
         for (int index = 16 * task; index < least(attending.queries, 16 * task + 16); index++) attending.merge(index, out);
     });
@@ -293,8 +264,7 @@ void latent_output(Context& context, const LatentArgs& args) {
         const float gate = sigmoid1(gates[i]);
         for (int e = 0; e < args.value; e++) joined[i * args.value + e] *= gate;
     }
-    const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
-    matmul(context, args.proj, acts, args.out);
+    linear(context, args.proj, joined, args.rows, args.out);
 }
 
 // A single row as one list of tasks: the projection to latents, each head's query in the latent space, attention, each
@@ -315,7 +285,7 @@ struct RowLatent {
     void multiply_head(const Stack& stack, int head, const Acts& own, float* out) const {
         const Matrix m = matrix_of(stack, heads, head);
         const Target to = {out, 0, m.rows, m.scale, nullptr, nullptr};
-        with_layout(m.layout, [&](auto kind) { kind.multiply(m, 0, m.rows / 16, own, Runs(1), {0, 1}, to); });
+        multiply(m, 0, m.rows / 16, own, Runs(1), {0, 1}, to);
     }
     void run(Context& context) const {
         float *line = scratch<float>(context.wide, width), *joined = scratch<float>(context.joined, (size_t)heads * args.value);
@@ -329,7 +299,7 @@ struct RowLatent {
         const Shares downs(context, context.tasks, args.down, 0), outs(context, context.more_tasks, args.proj, 0);
         struct Chunk { Countdown asked, attended; };
         Chunk* of = scratch<Chunk>(context.places, attending.chunks);
-        for (int c = 0; c < attending.chunks; c++) of[c] = {{least(attending.each, heads - c * attending.each)}, {attending.pieces}};
+        for (int c = 0; c < attending.chunks; c++) of[c] = {{least(attending.each, heads - c * attending.each)}, {attending.partials.pieces}};
         Countdown prepared = {1}, projected = {downs.count}, normed = {1};
         auto project = [&](int task) {
             const Share& share = downs.list[task];
@@ -356,7 +326,7 @@ struct RowLatent {
             of[h / attending.each].asked.finish();
         };
         auto attend = [&](int task) {
-            Chunk& chunk = of[task / attending.pieces];
+            Chunk& chunk = of[task / attending.partials.pieces];
             chunk.asked.wait();
             attending.run(task);
             chunk.attended.finish();
@@ -374,7 +344,7 @@ struct RowLatent {
             quantize_row(results, runs, 0, to, h * args.value, args.value);
         };
         context.pool.meet();  // where latents are normed
-        const int pieces = attending.chunks * attending.pieces;
+        const int pieces = attending.tasks();
         parallel(context, 1 + downs.count + 2 * heads + pieces + outs.count, [&](int task) {
             if (task == 0) {
                 acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.down);

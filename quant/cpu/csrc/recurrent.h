@@ -566,8 +566,7 @@ void recurrent(Context& context, const RecurrentArgs& args) {
             finish_row(args, shape, wide + (size_t)row * shape.width, 0, shape.inner, joined + (size_t)row * shape.inner);
         }
     });
-    const Acts results = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
-    matmul(context, args.proj, results, args.out);
+    linear(context, args.proj, joined, args.rows, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
 }
 

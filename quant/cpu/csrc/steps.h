@@ -89,6 +89,11 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
     return acts;
 }
 
+// Rows as they are, times a stack's.
+void linear(Context& context, const Stack& stack, const float* x, int rows, float* out) {
+    matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), out);
+}
+
 // The flags of inputs whose groups become ready one by one, for `rows` single rows.
 inline void begin_groups(Context::Rows& memory, Acts& acts, int rows = 1) {
     const int count = rows * (acts.cols / 32);
@@ -212,8 +217,7 @@ void attention_output(Context& context, const AttentionArgs& args) {
             gate_result(joined + (size_t)row * width, gates + (size_t)row * width, width, args.softplus);
         });
     }
-    const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
-    matmul(context, args.proj, acts, args.out);
+    linear(context, args.proj, joined, args.rows, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.result_eps);
 }
 
@@ -345,9 +349,7 @@ struct RowMlp {
         const Gated to = {gated, {args.activation, args.limit, args.gate_scale, args.curve}, args.down.hadamard, nullptr, nullptr};
         const int tile = starts[task], tiles = starts[task + 1] - tile;
         prepared.wait(tile_at(halves.gate, tile));
-        with_layout(halves.gate.layout, [&](auto kind) {
-            if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, acts, Runs(1), {0, 1}, to);
-        });
+        multiply_gated(halves, tile, tiles, unit, acts, Runs(1), {0, 1}, to);
     }
 };
 
@@ -416,10 +418,6 @@ void head(Context& context, const HeadArgs& args) {
             }
         });
     }
-}
-
-void linear(Context& context, const Stack& stack, const float* x, int rows, float* out) {
-    matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), out);
 }
 
 }  // namespace
