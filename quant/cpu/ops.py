@@ -29,13 +29,7 @@ from localrt.quant.cpu.abi import (
     load_library,
 )
 from localrt.quant.cpu.adapters import NativeAdapters, PackedLowRank
-from localrt.quant.cpu.kv import (
-    KVMaker,
-    NativeKVCache,
-    cache_format,
-    map_floats,
-    token_nbytes,
-)
+from localrt.quant.cpu.kv import KVMaker, NativeKVCache, cache_format, map_floats, token_nbytes
 from localrt.quant.cpu.passes import (
     NativePass,
     Turns,
@@ -102,12 +96,7 @@ _RECHECK = 1.0  # seconds between two looks at the limits of this process
 _PLACES = 8  # arrays whose addresses are remembered
 
 
-class NativeOps(
-    StreamSteps,
-    StreamOps,
-    IndexOps,
-    ParallelOps,
-):
+class NativeOps(StreamSteps, StreamOps, IndexOps, ParallelOps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
@@ -459,12 +448,8 @@ class NativeOps(
         results = self._array(rows, 2 * ranked + used).reshape(-1)
         address, plane = locate(results), rows * ranked
         args.x, args.normed = locate(x), locate(normed)
-        args.experts, args.scores, args.weights = (
-            address,
-            address + 4 * plane,
-            address + 8 * plane,
-        )
-        args.rows = rows
+        args.experts, args.scores = address, address + 4 * plane
+        args.weights, args.rows = address + 8 * plane, rows
         self._api.lrt_norm_route(self._handle, args)
         return normed, Routing(
             results[:plane].view(np.int32).reshape(rows, ranked),
@@ -629,11 +614,9 @@ class NativeOps(
         self.follow_limits()
         self._api.lrt_search_scales(self._handle, args)
 
-    def counts(self) -> tuple[int, float]:
-        """How often all threads have met, and the seconds that the first waited there."""
-        found = np.zeros(2, np.int64)
-        self._api.lrt_counts(self._handle, found.ctypes.data)
-        return int(found[0]), found[1] / 1e9
+    def meetings(self) -> int:
+        """How often all threads have met."""
+        return int(self._api.lrt_meetings(self._handle))
 
     def read_all(self, data: npt.NDArray[np.uint8]) -> None:
         """Read every byte once, on all threads."""

@@ -45,15 +45,15 @@ inline void prefetch_share(const uint8_t* from, size_t stride, int lines, int i,
     for (int line = lines * i / n; line < lines * (i + some) / n; line++) __builtin_prefetch(from + line * stride, 0, 2);
 }
 
-// Scores of N queries with T tiles of 16 keys.
-template <class Kind, int N, int T>
+// Scores of N queries with T tiles of 16 keys; with ADD, they are added to those that are there.
+template <class Kind, int N, int T, bool ADD = false>
 inline void score_tiles(const Query* queries, const uint8_t* keys, int size, float (*scores)[KEYS], int at) {
     F16L sums[N][T];
     for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+        for (int t = 0; t < T; t++) sums[n][t] = ADD ? F16L::load(scores[n] + at + 16 * t) : F16L::zero();
     const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
     for (int e = 0; e < size; e++, keys += 16 * Kind::BYTES) {
-        if (N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries are limited by memory: prefetch the next tiles
+        if (!ADD && N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries are limited by memory: prefetch the next tiles
             for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
         F16L k[T];
 #pragma GCC unroll 8
@@ -93,27 +93,6 @@ inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int 
     }
     for (int n = 0; n < N; n++)
         for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
-}
-
-// Adds a product with float32 columns (16 tiles, size, 16) to the scores of N queries with T tiles.
-template <int N, int T>
-inline void add_tiles(const float (*factors)[MAX_HEAD], const float* columns, int size, float (*scores)[KEYS], int at) {
-    F16L sums[N][T];
-    for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t] = F16L::load(scores[n] + at + 16 * t);
-    for (int e = 0; e < size; e++, columns += 16) {
-        F16L k[T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) k[t] = F16L::load(columns + (size_t)t * size * 16);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            const F16L f = F16L::set1_shared(factors[n] + e);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; t++) sums[n][t] = k[t].fma(f, sums[n][t]);
-        }
-    }
-    for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
 }
 
 // The low and the high nibbles of sixteen bytes of int4 codes.
@@ -286,10 +265,15 @@ template <int N>
 inline void add_bias(const Query* queries, const Cached& cached, int block, int tiles, float (*scores)[KEYS]) {
     const KeyBias& bias = cached.bias;
     alignas(64) float factors[N][MAX_HEAD];
-    for (int n = 0; n < N; n++) bias.turn(queries[n].q, cached.span.format, cached.args.head_dim, block, factors[n]);
+    Query turned[N];
+    for (int n = 0; n < N; n++) {
+        bias.turn(queries[n].q, cached.span.format, cached.args.head_dim, block, factors[n]);
+        turned[n].q = factors[n];
+    }
     const int size = 2 * bias.half;
     by_sixteens<least(4, most(1, ATTENTION_SUMS / N))>(0, 16 * tiles, [&](int at, auto some) {
-        add_tiles<N, decltype(some)::value>(factors, bias.near_turns + (size_t)at * size, size, scores, at);
+        const auto* turns = (const uint8_t*)(bias.near_turns + (size_t)at * size);
+        score_tiles<Widened, N, decltype(some)::value, true>(turned, turns, size, scores, at);
     });
 }
 
@@ -532,10 +516,8 @@ struct Attending {
 inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
     const Attending attending(context, args, span, first_row);
     parallel(context, attending.groups * attending.tasks_of_group(), [&](int task) { attending.run(task); });
-    const int share = 64, queries = attending.queries, all = attending.groups * queries;
-    parallel(context, (all + share - 1) / share, [&](int task) {
-        for (int at = task * share; at < least(all, (task + 1) * share); at++) attending.merge(at / queries, at % queries, out);
-    });
+    const int queries = attending.queries;
+    each_row<64>(context, attending.groups * queries, [&](int at) { attending.merge(at / queries, at % queries, out); });
 }
 
 }  // namespace

@@ -25,10 +25,9 @@ void gate_inputs(Context& context, const InputArgs& args) {
     linear(context, args.gate, args.x, args.rows, gates);
     float* gated = scratch<float>(context.gated, (size_t)args.rows * width);
     const Gate gate = {args.activation, INFINITY};
-    parallel(context, (args.rows + 15) / 16, [&](int task) {
-        for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++)
-            gate_row(gates + (size_t)row * width, args.inputs + (size_t)row * args.stride + args.first, 0, width, gate, nullptr, nullptr,
-                     gated + (size_t)row * width);
+    each_row(context, args.rows, [&](int row) {
+        const float* inputs = args.inputs + (size_t)row * args.stride + args.first;
+        gate_row(gates + (size_t)row * width, inputs, 0, width, gate, nullptr, nullptr, gated + (size_t)row * width);
     });
     linear(context, args.proj, gated, args.rows, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, nullptr, args.post_norm, args.eps);
