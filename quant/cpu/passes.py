@@ -27,11 +27,7 @@ from localrt.quant.cpu.abi import (
     StateSpanArgs,
 )
 from localrt.quant.cpu.kv import NativeKVCache
-from localrt.quant.cpu.weights import (
-    NativeVector,
-    fill_args,
-    kept_args,
-)
+from localrt.quant.cpu.weights import NativeVector, fill_args, kept_args
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.attention import (
     AttentionSpec,

@@ -15,13 +15,7 @@ from localrt.quant.cpu.abi import (
     VisionArgs,
 )
 from localrt.quant.cpu.passes import NativePass
-from localrt.quant.cpu.weights import (
-    NativeVector,
-    address_of,
-    fill_args,
-    kept_args,
-    locate,
-)
+from localrt.quant.cpu.weights import NativeVector, address_of, fill_args, kept_args, locate
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.recurrent import RecurrentSpec

@@ -34,12 +34,7 @@ from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile, tile_span, whole_tiles
 from localrt.quant.methods.rotation import widened
 from localrt.quant.ops.arrays import Regions
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertWeights,
-    RouterSpec,
-    RouterWeights,
-)
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 
 
 @dataclass(slots=True)
