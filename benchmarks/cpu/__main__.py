@@ -113,7 +113,7 @@ def compare(contestants: Mapping[str, Callable[[], Record]], runs: int) -> Recor
     ours = turns.pop("localrt")
     rates = [one["value"] for one in ours]
     result: Record = {"localrt": summary(rates), "peers": {}}
-    for key in ("of_floor", "meetings", "waiting"):
+    for key in ("of_floor", "meetings"):
         if key in ours[0]:
             result[key] = summary([one[key] for one in ours])
     for name, theirs in turns.items():

@@ -73,27 +73,20 @@ def _prompt(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, floa
 
 
 def _decode(session: Any, ops: NativeOps, job: dict[str, Any]) -> dict[str, float]:
-    """Decode speed, its share of the plain read rate measured before and after, how often threads
-    meet for a token, and the share of time that the first waits for the others there.
+    """Decode speed, its share of the plain read rate measured before and after, and how often
+    threads meet for a token.
     """
     data = np.ones(READ_BYTES, np.uint8)
 
     def read_s() -> float:
         return min(_time(ops.read_all, data) for _ in range(5))
 
-    before, (met, waited) = read_s(), ops.counts()
-    start = time.perf_counter()
+    before, met = read_s(), ops.meetings()
     rate = _rate(session, job, 1)
-    took = time.perf_counter() - start
-    counts, after = ops.counts(), read_s()
-    of_floor = rate * _token_nbytes(job["model"], ops) * (before + after) / 2 / READ_BYTES
-    meetings = (counts[0] - met) / (job["tokens"] * job["repeats"])
-    return {
-        "value": rate,
-        "of_floor": of_floor,
-        "meetings": meetings,
-        "waiting": (counts[1] - waited) / took,
-    }
+    meetings = (ops.meetings() - met) / (job["tokens"] * job["repeats"])
+    read = (before + read_s()) / 2
+    of_floor = rate * _token_nbytes(job["model"], ops) * read / READ_BYTES
+    return {"value": rate, "of_floor": of_floor, "meetings": meetings}
 
 
 def _token_nbytes(path: str, ops: NativeOps) -> int:

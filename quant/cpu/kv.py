@@ -71,10 +71,8 @@ def _planes(
     blocks, layers = data.shape[:2]
     if kv_format.startswith("latent-"):  # rows, token by token, then a scale for each
         size = 2 if kv_format == "latent-bf16" else 1
-        rows, scales = (
-            data[..., : BLOCK_TOKENS * size * width],
-            data[..., BLOCK_TOKENS * size * width :],
-        )
+        end = BLOCK_TOKENS * size * width
+        rows, scales = data[..., :end], data[..., end:]
         yield rows.reshape(blocks, layers, groups, 1, BLOCK_TOKENS, size * width), False
         if scales.shape[-1]:
             yield scales.view(np.uint32).reshape(blocks, layers, groups, 1, BLOCK_TOKENS), False

@@ -29,13 +29,7 @@ from localrt.quant.cpu.abi import (
     load_library,
 )
 from localrt.quant.cpu.adapters import NativeAdapters, PackedLowRank
-from localrt.quant.cpu.kv import (
-    KVMaker,
-    NativeKVCache,
-    cache_format,
-    map_floats,
-    token_nbytes,
-)
+from localrt.quant.cpu.kv import KVMaker, NativeKVCache, cache_format, map_floats, token_nbytes
 from localrt.quant.cpu.passes import (
     NativePass,
     Turns,
@@ -102,12 +96,7 @@ _RECHECK = 1.0  # seconds between two looks at the limits of this process
 _PLACES = 8  # arrays whose addresses are remembered
 
 
-class NativeOps(
-    StreamSteps,
-    StreamOps,
-    IndexOps,
-    ParallelOps,
-):
+class NativeOps(StreamSteps, StreamOps, IndexOps, ParallelOps):
     """See the ``Ops`` protocol. ``isa`` forces a code path (``"portable"``, ``"avx2"``, ...).
 
     ``kv_format`` ``"int8"`` halves the KV cache and the reading of a long one, ``"int4"`` takes a
@@ -336,20 +325,9 @@ class NativeOps(
         step: NativePass,
         layer: int,
     ) -> Floats:
-        return self._attention_output(q, weights, spec, step, layer, None)
+        return self.chosen_output(q, weights, spec, step, layer, None)
 
     def chosen_output(
-        self,
-        q: Floats,
-        weights: AttentionWeights,
-        spec: AttentionSpec,
-        step: NativePass,
-        layer: int,
-        chosen: npt.NDArray[np.int32],
-    ) -> Floats:
-        return self._attention_output(q, weights, spec, step, layer, chosen)
-
-    def _attention_output(
         self,
         q: Floats,
         weights: AttentionWeights,
@@ -415,7 +393,7 @@ class NativeOps(
         return out
 
     def norm_gated_mlp(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
-        return self._gated_mlp(x, weights, spec, None)
+        return self.shared_mlp(x, weights, spec, None)
 
     def norm_gate_rows(self, x: Floats, weights: MlpWeights, spec: MlpSpec) -> Floats:
         rows = weights.gate_up.stack.rows // (2 if spec.gated else 1)
@@ -470,12 +448,8 @@ class NativeOps(
         results = self._array(rows, 2 * ranked + used).reshape(-1)
         address, plane = locate(results), rows * ranked
         args.x, args.normed = locate(x), locate(normed)
-        args.experts, args.scores, args.weights = (
-            address,
-            address + 4 * plane,
-            address + 8 * plane,
-        )
-        args.rows = rows
+        args.experts, args.scores = address, address + 4 * plane
+        args.weights, args.rows = address + 8 * plane, rows
         self._api.lrt_norm_route(self._handle, args)
         return normed, Routing(
             results[:plane].view(np.int32).reshape(rows, ranked),
@@ -563,7 +537,14 @@ class NativeOps(
     def shared_mlp(
         self, normed: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
     ) -> Floats:
-        return self._gated_mlp(normed, weights, spec, gate)
+        self.follow_limits()  # a pass may begin on a GPU
+        out = self._array(normed.shape[0], weights.down.stack.rows)
+        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, mlp_args)
+        if gate is not None:
+            args.row_gate = gate.stack
+        args.x, args.out, args.rows = self._locate(normed), self._locate(out), normed.shape[0]
+        self._api.lrt_norm_gated_mlp(self._handle, args)
+        return out
 
     # -- sums and logits -------------------------------------------------------------------------
 
@@ -633,11 +614,9 @@ class NativeOps(
         self.follow_limits()
         self._api.lrt_search_scales(self._handle, args)
 
-    def counts(self) -> tuple[int, float]:
-        """How often all threads have met, and the seconds that the first waited there."""
-        found = np.zeros(2, np.int64)
-        self._api.lrt_counts(self._handle, found.ctypes.data)
-        return int(found[0]), found[1] / 1e9
+    def meetings(self) -> int:
+        """How often all threads have met."""
+        return int(self._api.lrt_meetings(self._handle))
 
     def read_all(self, data: npt.NDArray[np.uint8]) -> None:
         """Read every byte once, on all threads."""
@@ -653,18 +632,6 @@ class NativeOps(
         if spec.rope not in self._turns:
             self._turns[spec.rope] = Turns(spec.rope)
         return self._turns[spec.rope]
-
-    def _gated_mlp(
-        self, x: Floats, weights: MlpWeights, spec: MlpSpec, gate: NativeWeight | None
-    ) -> Floats:
-        self.follow_limits()  # a pass may begin on a GPU
-        out = self._array(x.shape[0], weights.down.stack.rows)
-        args = kept_args(weights.gate_up if gate is None else gate, weights, spec, mlp_args)
-        if gate is not None:
-            args.row_gate = gate.stack
-        args.x, args.out, args.rows = self._locate(x), self._locate(out), x.shape[0]
-        self._api.lrt_norm_gated_mlp(self._handle, args)
-        return out
 
     def _array(self, rows: int, cols: int) -> Floats:
         """An array that the last pass released, or a new one: fresh pages cost more than a row."""

@@ -27,11 +27,7 @@ from localrt.quant.cpu.abi import (
     StateSpanArgs,
 )
 from localrt.quant.cpu.kv import NativeKVCache
-from localrt.quant.cpu.weights import (
-    NativeVector,
-    address_of,
-    kept_args,
-)
+from localrt.quant.cpu.weights import NativeVector, fill_args, kept_args
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.attention import (
     AttentionSpec,
@@ -83,6 +79,14 @@ class NativePass:
         for span, cache in self.spans:
             span.data, span.stride = cache.layer_ready(layer)
         return ctypes.addressof(self.spans[0][0])
+
+    def put_rows(
+        self, args: AttentionArgs | IndexArgs | LatentArgs, rope: Rope | None, layer: int
+    ) -> None:
+        """Set the rows' turns, and the caches of their sequences."""
+        args.cos, args.sin = self.rope_tables(rope)
+        args.spans, args.span_count = self.span_args(layer), len(self.batch.spans)
+        args.rows = self.rows
 
     def layer_done(self, layer: int) -> None:
         """The layer's keys and values have been written and read."""
@@ -160,34 +164,13 @@ def attention_args(
     if turns is not None and spec.rope is not None:
         args.near_turns, args.far_turns = turns.addresses(step.reach)
         args.place_cos, args.place_sin = step.place_tables(spec.rope)
-    args.cos, args.sin = step.rope_tables(spec.rope)
-    args.spans, args.positions = step.span_args(layer), step.positions
-    args.rows, args.span_count, args.out = step.rows, len(step.spans), None
+    step.put_rows(args, spec.rope, layer)
+    args.positions, args.out = step.positions, None
     return args
 
 
-# What the kernels call as ``AttentionWeights`` and ``AttentionSpec`` do.
-_ATTENTION_VECTORS = (
-    *("norm", "qkv_bias", "q_norm", "k_norm", "v_norm"),
-    *("out_bias", "post_norm", "sinks"),
-)
-_ATTENTION_SIZES = (
-    *("heads", "kv_heads", "head_dim", "joint_norms", "projections", "gated", "head_gates"),
-    *("number_gates", "softplus", "chunked", "norms_last", "eps", "scale"),
-)
-
-
 def _attention_args(weights: AttentionWeights, spec: AttentionSpec) -> AttentionArgs:
-    return AttentionArgs(
-        **{name: address_of(getattr(weights, name)) for name in _ATTENTION_VECTORS},
-        **{name: getattr(spec, name) for name in _ATTENTION_SIZES},
-        qkv=weights.qkv.stack,
-        proj=weights.out.stack,
-        rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
-        window=spec.window or 0,
-        softcap=spec.softcap or 0.0,
-        post_eps=spec.result_eps,
-    )
+    return fill_args(AttentionArgs, weights, spec, proj=weights.out.stack, rotary=spec.rope_dim)
 
 
 def gate_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
@@ -199,78 +182,34 @@ def gate_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
 
 def mlp_args(weights: MlpWeights, spec: MlpSpec) -> MlpArgs:
     """Constant arguments of an MLP's only step."""
-    return MlpArgs(
-        norm=address_of(weights.norm),
-        post_norm=address_of(weights.post_norm),
-        gate_up=weights.gate_up.stack,
-        down=weights.down.stack,
-        activation=ACTIVATIONS[spec.activation],
-        eps=spec.eps,
-        post_eps=spec.result_eps,
-        gate_scale=spec.gate_scale,
-        limit=spec.limit,
-        curve=spec.curve,
-    )
+    activation = ACTIVATIONS[spec.activation]
+    return fill_args(MlpArgs, weights, spec, activation=activation, curve=spec.curve)
 
 
 def index_args(weights: IndexWeights, spec: IndexSpec, step: NativePass, layer: int) -> IndexArgs:
     """Arguments of an indexer's only step."""
-    spans = step.span_args(layer)
-    cos, sin = step.rope_tables(spec.rope)
-    block_cos, block_sin = step.rope_tables(spec.rope, spec.block - 1)
-    return IndexArgs(
-        q_norm=address_of(weights.q_norm),
-        k_norm=address_of(weights.k_norm),
-        cos=cos,
-        sin=sin,
-        block_cos=block_cos,
-        block_sin=block_sin,
-        spans=spans,
-        qk=weights.qk.stack,
-        rows=step.rows,
-        span_count=len(step.spans),
-        heads=spec.heads,
-        head_dim=spec.head_dim,
-        rotary=2 * len(spec.rope.inv_freq) if spec.rope else 0,
-        block=spec.block,
-        budget=spec.budget,
-        eps=spec.eps,
-    )
+    args = kept_args(weights.qk, weights, spec, _index_args)
+    step.put_rows(args, spec.rope, layer)
+    args.block_cos, args.block_sin = step.rope_tables(spec.rope, spec.block - 1)
+    return args
+
+
+def _index_args(weights: IndexWeights, spec: IndexSpec) -> IndexArgs:
+    return fill_args(IndexArgs, weights, spec, rotary=spec.rope_dim)
 
 
 def latent_args(
     weights: LatentWeights, spec: LatentSpec, step: NativePass, layer: int
 ) -> LatentArgs:
     """Of both steps: the second finds them in the pass."""
-    cos, sin = step.rope_tables(spec.rope)
-    spans = step.span_args(layer)
-    args = step.latent = LatentArgs(
-        norm=address_of(weights.norm),
-        query_norm=address_of(weights.query_norm),
-        latent_norm=address_of(weights.latent_norm),
-        cos=cos,
-        sin=sin,
-        spans=spans,
-        down=weights.down.stack,
-        key_up=weights.key_up.stack,
-        value_up=weights.value_up.stack,
-        proj=weights.out.stack,
-        rows=step.rows,
-        span_count=len(step.spans),
-        heads=spec.heads,
-        rotary=spec.rope_dim,
-        latent=spec.latent,
-        nope=spec.nope,
-        value=spec.value,
-        interleaved=spec.interleaved,
-        head_gates=spec.head_gates,
-        eps=spec.eps,
-        latent_eps=spec.latent_eps,
-        scale=spec.scale,
-    )
-    if weights.query_up is not None:
-        args.query_up = weights.query_up.stack
+    args = step.latent = kept_args(weights.down, weights, spec, _latent_args)
+    step.put_rows(args, spec.rope, layer)
+    args.out = None
     return args
+
+
+def _latent_args(weights: LatentWeights, spec: LatentSpec) -> LatentArgs:
+    return fill_args(LatentArgs, weights, spec, proj=weights.out.stack, rotary=spec.rope_dim)
 
 
 def recurrent_args(
@@ -283,23 +222,12 @@ def recurrent_args(
     return args
 
 
-# What the kernels call as ``RecurrentWeights`` and ``RecurrentSpec`` do.
-_RECURRENT_VECTORS = (
-    *("norm", "taps_bias", "decay", "decay_bias", "skip", "out_norm"),
-    *("mix_bias", "mix_scale", "out_bias", "post_norm"),
-)
-_RECURRENT_SIZES = (
-    *("heads", "key_heads", "key_size", "value_size", "taps", "dilation", "width", "tiled"),
-    *("channel_decay", "decay_floor", "norm_size", "gate_first", "eps", "strength"),
-)
-
-
 def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> RecurrentArgs:
-    args = RecurrentArgs(
-        **{name: address_of(getattr(weights, name)) for name in _RECURRENT_VECTORS},
-        **{name: getattr(spec, name) for name in _RECURRENT_SIZES},
-        conv=address_of(weights.taps),
-        mix=weights.mix.stack,
+    return fill_args(
+        RecurrentArgs,
+        weights,
+        spec,
+        conv=weights.taps.address,
         proj=weights.out.stack,
         kind=RECURRENT_KINDS[spec.kind],
         norm_width=0 if weights.out_norm is None else weights.out_norm.values.size,
@@ -308,9 +236,6 @@ def _recurrent_args(weights: RecurrentWeights, spec: RecurrentSpec) -> Recurrent
         least_step=spec.time_steps[0],
         most_step=spec.time_steps[1],
     )
-    if weights.gate_up is not None and weights.decay_up is not None:
-        args.gate_up, args.decay_up = weights.gate_up.stack, weights.decay_up.stack
-    return args
 
 
 def _span_args(span: Span, cache: NativeKVCache, mask: npt.NDArray[np.uint8] | None) -> SpanArgs:

@@ -14,6 +14,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -233,15 +234,16 @@ class ReplayedForward:
         check: Check | None = None,
         features: Features | None = None,
     ) -> Floats:
+        compute = partial(self._forward, batch, rows=rows, check=check, features=features)
         if not self._fits(batch, rows):
-            return self._forward(batch, rows=rows, check=check, features=features)
+            return compute()
         if self._recording is None:
             return self._record(batch, check, features)
         if not self._proven:
-            return self._prove(self._recording, batch, check, features)
+            return self._prove(self._recording, batch, compute)
         logits = self._replay(self._recording, batch, check, features)
         if logits is None:  # it says what is wrong
-            return self._forward(batch, rows=rows, check=check, features=features)
+            return compute()
         batch.spans[0].cache.advance(1)
         return logits
 
@@ -263,22 +265,17 @@ class ReplayedForward:
         own = Batch(batch.tokens.copy(), batch.positions.copy(), batch.spans)
         tape = Tape(own)
         with self._ops.recording(tape):
-            layers, rows = () if features is None else features.layers, _rows_of(features)
-            logits = self._forward(own, check=check, features=_Layers(layers, rows, tape))
+            wanted = features or Features((), np.empty((1, 0), np.float32))
+            noting = _Layers(wanted.layers, wanted.rows, tape)
+            logits = self._forward(own, check=check, features=noting)
         self._records = not tape.broken and len(tape.heads) == 1
         if self._records:
             self._recording = Recording(tape, self._ops.run_steps)
         return logits
 
-    def _prove(
-        self,
-        recording: Recording,
-        batch: Batch,
-        check: Check | None,
-        features: Features | None,
-    ) -> Floats:
+    def _prove(self, recording: Recording, batch: Batch, compute: Callable[[], Floats]) -> Floats:
         """Run a pass on another token, and replay it; the bits must be the same."""
-        logits = self._forward(batch, check=check, features=features)
+        logits = compute()
         if batch.tokens[0] == recording.token:
             return logits
         cache = batch.spans[0].cache
@@ -289,7 +286,7 @@ class ReplayedForward:
             cache.advance(1)
             return logits
         self._records, self._recording = False, None
-        return self._forward(batch, check=check, features=features)
+        return compute()
 
     def _replay(
         self,
@@ -303,10 +300,6 @@ class ReplayedForward:
         self._ops.follow_limits()
         self._ops.begin_adapters(batch)
         return recording.run(batch, check, features)
-
-
-def _rows_of(features: Features | None) -> Floats:
-    return np.empty((1, 0), np.float32) if features is None else features.rows
 
 
 _PATIENCE_US = 50_000  # after so long, Python looks what is wrong

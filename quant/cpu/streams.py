@@ -15,11 +15,7 @@ from localrt.quant.cpu.abi import (
     VisionArgs,
 )
 from localrt.quant.cpu.passes import NativePass
-from localrt.quant.cpu.weights import (
-    NativeVector,
-    address_of,
-    locate,
-)
+from localrt.quant.cpu.weights import NativeVector, address_of, fill_args, kept_args, locate
 from localrt.quant.formats.packed import Floats
 from localrt.quant.ops.hybrid_cache import states_of
 from localrt.quant.ops.recurrent import RecurrentSpec
@@ -60,19 +56,9 @@ class StreamSteps:
         self, x: Floats, inputs: Floats, weights: InputGateWeights, spec: InputGateSpec
     ) -> Floats:
         out = self._array(len(x), weights.out.stack.rows)
-        args = InputArgs(
-            x=locate(x),
-            inputs=locate(inputs),
-            out=locate(out),
-            post_norm=address_of(weights.post_norm),
-            gate=weights.gate.stack,
-            proj=weights.out.stack,
-            rows=len(x),
-            stride=inputs.shape[1],
-            first=spec.layer * spec.width,
-            activation=ACTIVATIONS[spec.activation],
-            eps=spec.eps,
-        )
+        args = kept_args(weights.gate, weights, spec, _input_args)
+        args.x, args.inputs, args.out = locate(x), locate(inputs), locate(out)
+        args.rows, args.stride = inputs.shape
         self._api.lrt_gate_inputs(self._handle, args)
         return out
 
@@ -95,18 +81,9 @@ class StreamSteps:
         rows, count = len(streams), weights.count
         out = self._array(rows, streams.shape[1] // count)
         shares = None if weights.share is None else np.empty((rows, count), np.float32)
-        args = ConnectionArgs(
-            streams=locate(streams),
-            out=locate(out),
-            norm=address_of(weights.norm),
-            down=weights.down.stack,
-            up=weights.up.stack,
-            rows=rows,
-            count=count,
-            eps=weights.eps,
-        )
-        if weights.share is not None and shares is not None:
-            args.share, args.shares = weights.share.stack, locate(shares)
+        args = kept_args(weights.down, weights, None, _connection_args)
+        args.streams, args.out, args.rows = locate(streams), locate(out), rows
+        args.shares = None if shares is None else locate(shares)
         self._api.lrt_read_streams(self._handle, args)
         return out, shares
 
@@ -124,25 +101,24 @@ class StreamSteps:
         layer: int,
     ) -> Floats:
         tokens, spans = step.batch.tokens.astype(np.float32), step.state_args(layer)
-        args = NgramArgs(
-            streams=locate(streams),
-            ngrams=locate(rows),
-            tokens=locate(tokens),
-            key_norm=address_of(weights.key_norm),
-            stream_norm=address_of(weights.stream_norm),
-            value_norm=address_of(weights.value_norm),
-            conv=address_of(weights.taps),
-            spans=spans,
-            key=weights.key.stack,
-            value=weights.value.stack,
-            rows=len(streams),
-            span_count=len(step.states),
-            count=weights.count,
-            taps=spec.taps,
-            dilation=spec.dilation,
-            eps=weights.eps,
-        )
+        args = kept_args(weights.key, weights, spec, _ngram_args)
+        args.streams, args.ngrams, args.tokens = locate(streams), locate(rows), locate(tokens)
+        args.spans, args.rows, args.span_count = spans, len(streams), len(step.states)
         self._api.lrt_add_ngrams(self._handle, args)
         for span in step.batch.spans:
             states_of(span.cache).layer_done(layer)
         return streams
+
+
+def _input_args(weights: InputGateWeights, spec: InputGateSpec) -> InputArgs:
+    first, activation = spec.layer * spec.width, ACTIVATIONS[spec.activation]
+    out = weights.out.stack
+    return fill_args(InputArgs, weights, spec, proj=out, first=first, activation=activation)
+
+
+def _connection_args(weights: ConnectionWeights, _: None) -> ConnectionArgs:
+    return fill_args(ConnectionArgs, weights)
+
+
+def _ngram_args(weights: NgramWeights, spec: RecurrentSpec) -> NgramArgs:
+    return fill_args(NgramArgs, weights, spec, conv=weights.taps.address, eps=weights.eps)

@@ -87,11 +87,8 @@ class NativeVision(VisionSteps):
         """Run a step over the last axis of x (R, E) or (R, H, E)."""
         x, out = _with_heads(x), large_floats(x.shape)
         args.x, args.out, args.strides[0] = locate(x), locate(out), x.strides[0] // 4
-        args.rows, args.heads, args.size = (
-            len(x),
-            x.size // max(len(x), 1) // x.shape[-1],
-            x.shape[-1],
-        )
+        args.rows, args.size = len(x), x.shape[-1]
+        args.heads = x.size // max(len(x), 1) // x.shape[-1]
         self._native.run_vision(step, args)
         return out
 

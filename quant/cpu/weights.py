@@ -34,12 +34,7 @@ from localrt.quant.formats.packed import Bytes, Format, PackedTensor
 from localrt.quant.formats.tiled import TiledTensor, padded_rows, tile, tile_span, whole_tiles
 from localrt.quant.methods.rotation import widened
 from localrt.quant.ops.arrays import Regions
-from localrt.quant.ops.experts import (
-    ExpertSpec,
-    ExpertWeights,
-    RouterSpec,
-    RouterWeights,
-)
+from localrt.quant.ops.experts import ExpertSpec, ExpertWeights, RouterSpec, RouterWeights
 
 
 @dataclass(slots=True)
@@ -84,7 +79,25 @@ def locate(array: npt.NDArray[np.generic]) -> int:
 
 _Weights = TypeVar("_Weights")
 _Spec = TypeVar("_Spec")
-_Args = TypeVar("_Args")
+_Args = TypeVar("_Args", bound=ctypes.Structure)
+
+
+def fill_args(kind: type[_Args], /, *sources: object, **more: Any) -> _Args:
+    """Arguments of a kernel: ``more``, and what ``sources`` have by the names of its fields.
+
+    A matrix's stack, a vector's address, or a number; 0 for what is None.
+    """
+    args = kind(**more)
+    for source in sources:
+        for name, field, *_ in kind._fields_:
+            found = None if name in more else getattr(source, name, None)
+            if field is Stack and isinstance(found, NativeWeight):
+                setattr(args, name, found.stack)
+            elif field is ctypes.c_void_p and isinstance(found, NativeVector):
+                setattr(args, name, found.address)
+            elif field in (ctypes.c_int32, ctypes.c_float) and isinstance(found, int | float):
+                setattr(args, name, found)
+    return args
 
 
 def kept_args(
@@ -287,18 +300,4 @@ class NativeExpertTable:
 
 def route_args(weights: RouterWeights, spec: RouterSpec) -> RouteArgs:
     """A router's constant arguments."""
-    vectors = ("norm", "gate_bias", "choice_bias", "gate_norm", "expert_scale")
-    sizes = (
-        *("used", "ranked", "normalize", "groups", "used_groups", "group_top"),
-        *("eps", "scale"),
-    )
-    return RouteArgs(
-        **{name: address_of(getattr(weights, name)) for name in vectors},
-        **{name: getattr(spec, name) for name in sizes},
-        gate=weights.gate.stack,
-        scoring=SCORINGS[spec.scoring],
-        softcap=spec.softcap or 0.0,
-    )
-
-
-# Types of the steps' weights as they are kept here; objects are made by the classes themselves.
+    return fill_args(RouteArgs, weights, spec, scoring=SCORINGS[spec.scoring])

@@ -180,6 +180,11 @@ class AttentionSpec:
         return self.eps if self.post_eps is None else self.post_eps
 
     @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are turned; P of latent attention."""
+        return 2 * len(self.rope.inv_freq) if self.rope else 0
+
+    @property
     def last_gates(self) -> int:
         """Gate rows that follow those of queries, keys and values."""
         return self.heads * (self.head_dim if self.number_gates else self.head_gates)
@@ -265,12 +270,6 @@ class LatentSpec(AttentionSpec):
         return 0
 
     @property
-    def rope_dim(self) -> int:
-        """P."""
-        assert self.rope is not None, "checked"
-        return 2 * len(self.rope.inv_freq)
-
-    @property
     def query_rows(self) -> int:
         """Rows of the queries' (last) projection: H (N + P)."""
         return self.heads * (self.nope + self.rope_dim)
@@ -292,7 +291,7 @@ class LatentSpec(AttentionSpec):
         return (self.query_rank or self.query_rows) + self.gate_rows + self.head_dim
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class LatentWeights:
     """One unit of latent attention.
 
@@ -336,9 +335,10 @@ class CompressedSpec(AttentionSpec):
         AttentionSpec.__post_init__(self)  # super() does not know a class with slots
         if self.heads * self.size % self.groups:
             raise ValueError(f"{self.groups} groups do not divide {self.heads} heads")
-        rotary = 2 * len(self.rope.inv_freq) if self.rope else 0
-        if min((self.size, *self.entries)) < rotary:
-            raise ValueError(f"a head or the indexer's has fewer than {rotary} rotary numbers")
+        if min((self.size, *self.entries)) < self.rope_dim:
+            raise ValueError(
+                f"a head or the indexer's has fewer than {self.rope_dim} rotary numbers"
+            )
 
     @property
     def columns(self) -> list[slice]:
@@ -418,7 +418,7 @@ HOST_SPECS = (CompressedSpec, LatentIndexSpec)
 """What is computed on the host, whose rows in the cache are bf16."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class IndexWeights:
     """One indexer; ``qk`` stacks the rows of its queries and of its key."""
 

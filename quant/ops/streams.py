@@ -29,7 +29,7 @@ import numpy.typing as npt
 from localrt.quant.ops.arrays import Vector, Weight
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class ConnectionWeights:
     """How a layer reads ``count`` streams; n are the streams, each normed by itself.
 
@@ -74,7 +74,7 @@ class InputGateSpec:
     eps: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class InputGateWeights:
     """``norm(out(activation(gate(x)) * inputs))``."""
 
@@ -87,7 +87,7 @@ LEAST_PRODUCT = 1e-6
 """Of a key with a stream, whatever its sign."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class NgramWeights:
     """One layer's n-grams, of ``count`` streams. Norms are each stream's own."""
 

@@ -72,12 +72,7 @@ from localrt.quant.reference.attention import (
     turned,
     visible_keys,
 )
-from localrt.quant.reference.experts import (
-    combined,
-    gated,
-    route,
-    run_each,
-)
+from localrt.quant.reference.experts import combined, gated, route, run_each
 from localrt.quant.reference.kv import TorchKVCache, with_states
 from localrt.quant.reference.recurrent import mix_rows, widen
 from localrt.quant.reference.streams import StreamSteps, rows_of_tokens
@@ -114,12 +109,7 @@ class _Pass:
     states: list[StatePass] = field(default_factory=list)
 
 
-class TorchOps(
-    StreamSteps,
-    StreamOps,
-    IndexOps,
-    ParallelOps,
-):
+class TorchOps(StreamSteps, StreamOps, IndexOps, ParallelOps):
     """See the ``Ops`` protocol. ``compute_format`` is ``"bf16"`` or ``"f32"``."""
 
     name = "torch"
@@ -282,7 +272,7 @@ class TorchOps(
         layer: int,
     ) -> Tensor:
         masks = [self._mask(index, span, spec, step) for index, span in enumerate(step.spans)]
-        return self._attention_output(q, weights, spec, step, layer, masks)
+        return self.chosen_output(q, weights, spec, step, layer, masks)
 
     def chosen_output(
         self,
@@ -291,22 +281,11 @@ class TorchOps(
         spec: AttentionSpec,
         step: _Pass,
         layer: int,
-        chosen: list[Tensor],
-    ) -> Tensor:
-        return self._attention_output(q, weights, spec, step, layer, chosen)
-
-    def _attention_output(
-        self,
-        q: Tensor,
-        weights: AttentionWeights,
-        spec: AttentionSpec,
-        step: _Pass,
-        layer: int,
-        masks: Sequence[Tensor | None],
+        chosen: Sequence[Tensor | None],
     ) -> Tensor:
         outputs = []
         q, gates = q.chunk(2) if spec.has_gates else (q, None)
-        for (first, stop, span), mask in zip(ranges(step.spans), masks, strict=True):
+        for (first, stop, span), mask in zip(ranges(step.spans), chosen, strict=True):
             rows, cache = q[first:stop], kv_of(span, TorchKVCache)
             outputs.append(attend_rows(rows, cache, layer, mask, spec, weights.sinks))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)

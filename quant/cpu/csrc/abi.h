@@ -110,7 +110,7 @@ struct AttentionArgs {
     int32_t chunked;      // windows begin at multiples of their size
     int32_t norms_last;   // heads are normed after RoPE
     int32_t most_chosen;
-    float eps, post_eps, scale, softcap;  // post_eps: for post_norm; softcap 0: none
+    float eps, result_eps, scale, softcap;  // result_eps: for post_norm; softcap 0: none
     const float *place_cos, *place_sin;  // (R, rotary / 2), of rows' indices in their caches, or null if these are the positions
 };
 
@@ -178,7 +178,7 @@ struct MlpArgs {
     Stack gate_up, down;            // if `down` has no parts, its input is the result
     Stack row_gate;                 // (1, D), or no parts
     int32_t rows, activation;
-    float eps, post_eps, gate_scale, limit;
+    float eps, result_eps, gate_scale, limit;
     float curve[4];                 // of XIELU
 };
 

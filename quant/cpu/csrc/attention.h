@@ -45,15 +45,15 @@ inline void prefetch_share(const uint8_t* from, size_t stride, int lines, int i,
     for (int line = lines * i / n; line < lines * (i + some) / n; line++) __builtin_prefetch(from + line * stride, 0, 2);
 }
 
-// Scores of N queries with T tiles of 16 keys.
-template <class Kind, int N, int T>
+// Scores of N queries with T tiles of 16 keys; with ADD, they are added to those that are there.
+template <class Kind, int N, int T, bool ADD = false>
 inline void score_tiles(const Query* queries, const uint8_t* keys, int size, float (*scores)[KEYS], int at) {
     F16L sums[N][T];
     for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+        for (int t = 0; t < T; t++) sums[n][t] = ADD ? F16L::load(scores[n] + at + 16 * t) : F16L::zero();
     const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
     for (int e = 0; e < size; e++, keys += 16 * Kind::BYTES) {
-        if (N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries are limited by memory: prefetch the next tiles
+        if (!ADD && N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries are limited by memory: prefetch the next tiles
             for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
         F16L k[T];
 #pragma GCC unroll 8
@@ -93,27 +93,6 @@ inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int 
     }
     for (int n = 0; n < N; n++)
         for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
-}
-
-// Adds a product with float32 columns (16 tiles, size, 16) to the scores of N queries with T tiles.
-template <int N, int T>
-inline void add_tiles(const float (*factors)[MAX_HEAD], const float* columns, int size, float (*scores)[KEYS], int at) {
-    F16L sums[N][T];
-    for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t] = F16L::load(scores[n] + at + 16 * t);
-    for (int e = 0; e < size; e++, columns += 16) {
-        F16L k[T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; t++) k[t] = F16L::load(columns + (size_t)t * size * 16);
-#pragma GCC unroll 8
-        for (int n = 0; n < N; n++) {
-            const F16L f = F16L::set1_shared(factors[n] + e);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; t++) sums[n][t] = k[t].fma(f, sums[n][t]);
-        }
-    }
-    for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
 }
 
 // The low and the high nibbles of sixteen bytes of int4 codes.
@@ -286,10 +265,15 @@ template <int N>
 inline void add_bias(const Query* queries, const Cached& cached, int block, int tiles, float (*scores)[KEYS]) {
     const KeyBias& bias = cached.bias;
     alignas(64) float factors[N][MAX_HEAD];
-    for (int n = 0; n < N; n++) bias.turn(queries[n].q, cached.span.format, cached.args.head_dim, block, factors[n]);
+    Query turned[N];
+    for (int n = 0; n < N; n++) {
+        bias.turn(queries[n].q, cached.span.format, cached.args.head_dim, block, factors[n]);
+        turned[n].q = factors[n];
+    }
     const int size = 2 * bias.half;
     by_sixteens<least(4, most(1, ATTENTION_SUMS / N))>(0, 16 * tiles, [&](int at, auto some) {
-        add_tiles<N, decltype(some)::value>(factors, bias.near_turns + (size_t)at * size, size, scores, at);
+        const auto* turns = (const uint8_t*)(bias.near_turns + (size_t)at * size);
+        score_tiles<Widened, N, decltype(some)::value, true>(turned, turns, size, scores, at);
     });
 }
 
@@ -405,14 +389,55 @@ inline void attend_block(int n, const Query* queries, const Cached& cached, cons
     weigh_block<Kind>(n, queries, from, start, first, size, scores, values, stride);
 }
 
-// Merges a block into a query's result, rescaled to the larger peak.
-inline void join(BlockResult& sofar, float* out, const BlockResult& block, const float* values, int size) {
-    if (block.peak == -INFINITY) return;
-    const float peak = most(sofar.peak, block.peak);
-    const float keep = sofar.peak == -INFINITY ? 0.f : exp1(sofar.peak - peak), add = exp1(block.peak - peak);
-    for (int e = 0; e < size; e++) out[e] = out[e] * keep + values[e] * add;
-    sofar = {peak, sofar.total * keep + block.total * add};
-}
+// Results of queries so far, each in `pieces` of some blocks: a BlockResult and the weighted sum (size).
+struct Partials {
+    int pieces, size;
+    float* first;
+
+    Partials(Scratch& memory, size_t queries, int pieces, int size)
+        : pieces(pieces), size(size), first(scratch<float>(memory, queries * pieces * (size + 2))) {}
+    BlockResult& result(size_t query, int piece) const { return *(BlockResult*)(first + (query * pieces + piece) * (size + 2)); }
+    float* sum(size_t query, int piece) const { return (float*)(&result(query, piece) + 1); }
+    // Merges a block into a piece, rescaled to the larger peak.
+    void join(size_t query, int piece, const BlockResult& block, const float* values) const {
+        if (block.peak == -INFINITY) return;
+        BlockResult& sofar = result(query, piece);
+        float* out = sum(query, piece);
+        const float peak = most(sofar.peak, block.peak);
+        const float keep = sofar.peak == -INFINITY ? 0.f : exp1(sofar.peak - peak), add = exp1(block.peak - peak);
+        for (int e = 0; e < size; e++) out[e] = out[e] * keep + values[e] * add;
+        sofar = {peak, sofar.total * keep + block.total * add};
+    }
+    // Merges a query's pieces into its first.
+    void merge(size_t query) const {
+        for (int piece = 1; piece < pieces; piece++) join(query, 0, result(query, piece), sum(query, piece));
+    }
+    // A piece of `n` queries, the first of them number `query`, over some of `blocks`. `attend` computes those of a block
+    // that see the same keys: some of `list`, from a number on.
+    template <class Attend>
+    void run(size_t query, int piece, const Query* list, int n, int blocks, const Tree& tree, Attend attend) const {
+        int low = INT32_MAX, high = 0;
+        for (int i = 0; i < n; i++) {
+            low = least(low, list[i].first);
+            high = most(high, list[i].last);
+            result(query + i, piece) = {-INFINITY, 0.f};
+            fill_floats(sum(query + i, piece), size, 0.f);
+        }
+        BlockResult results[MOST_QUERIES];
+        float* values = scratch<float>(block_values, (size_t)n * size);
+        const bool split = pieces > 1;
+        for (int block = split ? piece : 0; block < (split ? piece + 1 : blocks); block++) {
+            const int start = block * KEYS;
+            if (start >= high || start + KEYS <= low) continue;
+            for (int i = 0, count; i < n; i += count) {
+                // In a tree's blocks, each row has its own keys.
+                for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
+                attend(block, i, count, results + i, values + (size_t)i * size);
+            }
+            for (int i = 0; i < n; i++) join(query + i, piece, results[i], values + (size_t)i * size);
+        }
+    }
+};
 
 // Attention of one sequence's rows, in pieces: some queries of a group over all blocks or one. q (rows, H, E) scaled in
 // place.
@@ -420,17 +445,18 @@ struct Attending {
     const AttentionArgs& args;
     const Span& span;
     const int first_row, size, groups, per, queries;  // queries of one group, row by row
-    int together, chunks, blocks, pieces;             // queries of a piece, and pieces of each
+    int together, chunks, blocks;                     // queries of a piece
     Tree tree;
     const float* q;
-    float* partial;
+    Partials partials;
 
     Attending(Context& context, const AttentionArgs& args, const Span& span, int first_row)
         : args(args), span(span), first_row(first_row), size(args.head_dim), groups(args.kv_heads), per(args.heads / groups),
           queries(span.rows * per),
           tree(args.chosen ? Tree(span, args.chosen + first_row * (1 + (size_t)args.most_chosen), args.most_chosen)
                            : Tree(context, span, args.window)),
-          q(args.q + (size_t)first_row * args.heads * size) {
+          q(args.q + (size_t)first_row * args.heads * size), partials(divide(context)) {}
+    Partials divide(Context& context) {
         const int threads = context.pool.threads();
         // Keys are gathered once for all queries of a row. In prefill, many queries share blocks in the CPU's cache.
         const int fair = groups * queries / (8 * threads) / QUERIES * QUERIES;
@@ -440,13 +466,9 @@ struct Attending {
         // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
         const bool split = groups * chunks < 4 * threads && blocks > 1 &&
                            (size_t)groups * queries * blocks * (size + 2) <= MOST_PIECES;
-        pieces = split ? blocks : 1;
-        partial = scratch<float>(context.partial, (size_t)groups * queries * pieces * (size + 2));
+        return Partials(context.partial, (size_t)groups * queries, split ? blocks : 1, size);
     }
-    int tasks_of_group() const { return chunks * pieces; }
-    float* place(int group, int index, int piece) const {
-        return partial + (((size_t)group * queries + index) * pieces + piece) * (size + 2);
-    }
+    int tasks_of_group() const { return chunks * partials.pieces; }
     Query describe(int group, int index) const {
         const int row = index / per, head = group * per + index % per;
         Query query;
@@ -458,77 +480,44 @@ struct Attending {
         return query;
     }
     void run(int task) const {
-        const int piece = task % pieces, chunk = task / pieces % chunks, group = task / pieces / chunks;
+        const int pieces = partials.pieces, piece = task % pieces, chunk = task / pieces % chunks, group = task / pieces / chunks;
         const int begin = chunk * together, n = least(together, queries - begin);
+        const size_t first = (size_t)group * queries + begin;
         const Cached cached(span, args, group, first_row);
         Query list[MOST_QUERIES];
-        int low = INT32_MAX, high = 0;
-        for (int i = 0; i < n; i++) {
-            list[i] = describe(group, begin + i);
-            low = least(low, list[i].first);
-            high = most(high, list[i].last);
-        }
-        BlockResult results[MOST_QUERIES];
-        float* values = scratch<float>(block_values, (size_t)n * size);
-        for (int i = 0; i < n; i++) {
-            float* p = place(group, begin + i, piece);
-            p[0] = -INFINITY;
-            fill_floats(p + 1, size + 1, 0.f);
-        }
-        const bool split = pieces > 1;
-        const int from = split ? piece : 0, to = split ? piece + 1 : blocks;
-        for (int block = from; block < to; block++) {
-            const int start = block * KEYS;
-            if (start >= high || start + KEYS <= low) continue;
-            for (int i = 0, count; i < n; i += count) {
-                // In a tree's blocks, each row has its own keys.
-                for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
-                const Sources from = tree.sources(cached, block, list[i].row);
-                float* to = values + (size_t)i * size;
-                if (span.format == KV_BF16) attend_block<CachedBf16>(count, list + i, cached, from, block, 0, results + i, to, size);
-                else if (span.format == KV_INT8) attend_block<CachedInt8>(count, list + i, cached, from, block, 0, results + i, to, size);
-                else attend_block<CachedInt4>(count, list + i, cached, from, block, 0, results + i, to, size);
-            }
-            for (int i = 0; i < n; i++) {
-                float* p = place(group, begin + i, piece);
-                BlockResult sofar{p[0], p[1]};
-                join(sofar, p + 2, results[i], values + (size_t)i * size, size);
-                p[0] = sofar.peak;
-                p[1] = sofar.total;
-            }
-        }
-        if (!split)
-            for (int i = 0; i < n; i++) rotate_head(span.format, size, place(group, begin + i, 0) + 2);
+        for (int i = 0; i < n; i++) list[i] = describe(group, begin + i);
+        partials.run(first, piece, list, n, blocks, tree, [&](int block, int i, int count, BlockResult* results, float* to) {
+            const Sources from = tree.sources(cached, block, list[i].row);
+            if (span.format == KV_BF16) attend_block<CachedBf16>(count, list + i, cached, from, block, 0, results, to, size);
+            else if (span.format == KV_INT8) attend_block<CachedInt8>(count, list + i, cached, from, block, 0, results, to, size);
+            else attend_block<CachedInt4>(count, list + i, cached, from, block, 0, results, to, size);
+        });
+        for (int i = 0; i < n && pieces == 1; i++) rotate_head(span.format, size, partials.sum(first + i, 0));
     }
     // Merges the pieces of a query: out (rows, H, E).
     void merge(int group, int index, float* out) const {
-        float* first = place(group, index, 0);
-        BlockResult sofar{first[0], first[1]};
-        for (int piece = 1; piece < pieces; piece++) {
-            const float* next = place(group, index, piece);
-            join(sofar, first + 2, {next[0], next[1]}, next + 2, size);
-        }
-        if (pieces > 1) rotate_head(span.format, size, first + 2);
+        const size_t query = (size_t)group * queries + index;
+        partials.merge(query);
+        float *sum = partials.sum(query, 0), total = partials.result(query, 0).total;
+        if (partials.pieces > 1) rotate_head(span.format, size, sum);
         const int row = index / per, head = group * per + index % per;
         float* to = out + ((size_t)row * args.heads + head) * size;
         if (args.sinks) {
             // A sink is a logit without a value: it only adds to the sum.
-            const float peak = most(sofar.peak, args.sinks[head]), keep = exp1(sofar.peak - peak);
-            for (int e = 0; e < size; e++) first[2 + e] *= keep;
-            sofar.total = sofar.total * keep + exp1(args.sinks[head] - peak);
+            const float before = partials.result(query, 0).peak, peak = most(before, args.sinks[head]), keep = exp1(before - peak);
+            for (int e = 0; e < size; e++) sum[e] *= keep;
+            total = total * keep + exp1(args.sinks[head] - peak);
         }
-        const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
-        for (int e = 0; e < size; e++) to[e] = first[2 + e] * inverse;
+        const float inverse = total > 0 ? 1.f / total : 0.f;
+        for (int e = 0; e < size; e++) to[e] = sum[e] * inverse;
     }
 };
 
 inline void attend(Context& context, const AttentionArgs& args, const Span& span, int first_row, float* out) {
     const Attending attending(context, args, span, first_row);
     parallel(context, attending.groups * attending.tasks_of_group(), [&](int task) { attending.run(task); });
-    const int share = 64, queries = attending.queries, all = attending.groups * queries;
-    parallel(context, (all + share - 1) / share, [&](int task) {
-        for (int at = task * share; at < least(all, (task + 1) * share); at++) attending.merge(at / queries, at % queries, out);
-    });
+    const int queries = attending.queries;
+    each_row<64>(context, attending.groups * queries, [&](int at) { attending.merge(at / queries, at % queries, out); });
 }
 
 }  // namespace

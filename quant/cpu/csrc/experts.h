@@ -264,10 +264,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
         if (portion.part < 0) {
             const float* bias = expert.gate_up_bias;
             const Gated target = {b.inner, {args.activation, args.limit}, expert.down.hadamard, bias, bias ? bias + crowd.inner : nullptr};
-            return with_layout(b.halves.gate.layout, [&](auto kind) {
-                if constexpr (decltype(kind)::PACKED)
-                    kind.multiply_gated(b.halves.gate, b.halves.up, portion.tile, portion.tiles, gated_unit(expert.down), b.in, runs, range, target);
-            });
+            return multiply_gated(b.halves, portion.tile, portion.tiles, gated_unit(expert.down), b.in, runs, range, target);
         }
         const Matrix& m = (down ? expert.down : expert.gate_up).parts[portion.part];
         Target target = {b.wide + portion.column, crowd.width(), m.rows, m.scale, nullptr, nullptr};
@@ -275,7 +272,7 @@ inline void multiply_portions(Context& context, const Crowd& crowd, bool down) {
             const float* bias = expert.down_bias ? expert.down_bias + portion.column : nullptr;
             target = {args.slots + portion.column, (size_t)crowd.hidden, m.rows, m.scale, bias, b.slots};
         }
-        with_layout(m.layout, [&](auto kind) { kind.multiply(m, portion.tile, portion.tiles, down ? b.inner : b.in, runs, range, target); });
+        multiply(m, portion.tile, portion.tiles, down ? b.inner : b.in, runs, range, target);
     });
 }
 
@@ -360,19 +357,20 @@ struct RowMixture {
     const Expert& like;
     const int used, inner, unit, units, downs;  // units of gated tiles and tiles of downs, of an expert
     const Router router;
-    Acts seen, row, values;  // what the router sees, the experts' input, and what their downs read (used)
+    RowInput seen, row;      // what the router sees, and the experts
+    Acts values;             // what the experts' downs read (used)
     float *products, *work;  // the router's
     int* edges;              // of the experts' tasks: units of gates, then tiles of downs, numbered through all of them
     int tasks = 0;
     float factor = 1.f;      // of the shared expert
     bool usable = true;      // the chosen experts are there, and like the first
-    Countdown normed = {1}, prepared = {1}, quantized = {1}, routing, routed = {1};
+    Countdown normed = {1}, routing, routed = {1};
     Countdown* left;         // what is missing in each piece of the sum
 
     RowMixture(Context& context, const RouteArgs& route, RowMlp* shared, const ExpertArgs& args, const CombineArgs& sum)
         : context(context), route(route), args(args), sum(sum), shared(shared), like(args.table[0]), used(args.used),
           inner(like.down.cols), unit(gated_unit(like.down)), units(inner / 16 / unit), downs(tiles_of(like.down)), router(route),
-          values{nullptr, nullptr, nullptr, {}, 0, 0, inner}, routing{tiles_of(route.gate)} {
+          seen(route.gate), row(like.gate_up), values{nullptr, nullptr, nullptr, {}, 0, 0, inner}, routing{tiles_of(route.gate)} {
         note_starts(like.down, values);
         reserve_groups(context.inner, (size_t)used * (inner / 32), values);
         begin_groups(context.inner, values, used);
@@ -387,18 +385,13 @@ struct RowMixture {
         for (int p = 0; p < pieces; p++) left[p] = {least(PIECE, downs - p * PIECE) * (used + (shared != nullptr))};
     }
     void norm() {
-        const int cols = like.gate_up.cols;
-        if (route.norm) rms_norm(route.x, route.norm, route.eps, cols, route.normed);
-        else copy_floats(route.x, cols, route.normed);
+        norm_routed(route, 0);
         normed.finish();
-        const float* x = route.gate_norm ? route.x : route.normed;
-        seen = prepare(context, context.rows, x, nullptr, 1, route.gate_norm, route.eps, route.gate, true);
-        prepared.finish();
+        seen.read(context, context.rows, route.gate_norm ? route.x : route.normed, route.gate_norm, route.eps, true);
     }
     void quantize() {
         normed.wait();
-        row = prepare(context, context.chosen, args.x, nullptr, 1, nullptr, 0, like.gate_up);
-        quantized.finish();
+        row.read(context, context.chosen, args.x, nullptr, 0);
     }
     void read_shared() {
         const MlpArgs& mlp = shared->args;
@@ -410,8 +403,7 @@ struct RowMixture {
         shared->read(context, context.shared_rows);
     }
     void choose(int tile) {
-        prepared.wait(tile_at(route.gate, tile));
-        multiply_tiles(route.gate, tile, 1, seen, products);
+        seen.multiply(tile, 1, products);
         if (!routing.finish()) return;
         router.choose(products, 0, work);
         for (int k = 0; k < used; k++) {
@@ -420,9 +412,9 @@ struct RowMixture {
         }
         routed.finish();
     }
-    void multiply(int task) {
+    void compute(int task) {
         routed.wait();
-        quantized.wait();
+        row.prepared.wait();
         for (int at = edges[task], end = edges[task + 1], count; at < end && usable; at += count) {
             const bool down = at >= used * units;
             const int each = down ? downs : units, first = down ? at - used * units : at, k = first / each, tile = first % each;
@@ -438,15 +430,13 @@ struct RowMixture {
         const float* bias = expert.gate_up_bias;
         const Acts codes = rows_from(values, k, 1);
         const Gated to = {codes, {args.activation, args.limit}, expert.down.hadamard, bias, bias ? bias + inner : nullptr};
-        with_layout(halves.gate.layout, [&](auto kind) {
-            if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, row, Runs(1), {0, 1}, to);
-        });
+        multiply_gated(halves, tile, tiles, unit, row.acts, Runs(1), {0, 1}, to);
     }
     void multiply_down(const Expert& expert, int k, int tile, int tiles) {
         const Matrix& m = expert.down.parts[0];
         const Target to = {args.slots + (size_t)k * m.rows, 0, m.rows, m.scale, expert.down_bias, nullptr};
         const Acts codes = rows_from(values, k, 1);
-        with_layout(m.layout, [&](auto kind) { kind.multiply(m, tile, tiles, codes, Runs(1), {0, 1}, to); });
+        multiply(m, tile, tiles, codes, Runs(1), {0, 1}, to);
         add_up(tile, tiles);
     }
     // These tiles of an expert are done. Whoever ends a piece adds it up.
@@ -465,7 +455,7 @@ struct RowMixture {
             if (task < prepares) return task == 0 ? norm() : task == 1 ? quantize() : read_shared();
             if ((task -= prepares) < ranked) return choose(task);
             if ((task -= ranked) < gates) return shared->gate(task);
-            if ((task -= gates) < tasks) return multiply(task);
+            if ((task -= gates) < tasks) return compute(task);
             multiply_tiles(shared->args.down, task - tasks, 1, shared->gated, shared->args.out);
             add_up(task - tasks, 1);
         });

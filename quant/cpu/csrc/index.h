@@ -208,8 +208,7 @@ inline void choose_of_span(Context& context, const IndexArgs& args, const Span& 
 
 void choose_tokens(Context& context, const IndexArgs& args) {
     float* qk = scratch<float>(context.wide, (size_t)args.rows * args.qk.rows);
-    const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, nullptr, 0, args.qk);
-    matmul(context, args.qk, acts, qk);
+    linear(context, args.qk, args.x, args.rows, qk);
     for (int s = 0, row = 0; s < args.span_count; row += args.spans[s++].rows)
         choose_of_span(context, args, args.spans[s], row, qk + (size_t)row * args.qk.rows);
 }

@@ -35,7 +35,7 @@ struct Kernels {
     void (*norm_latent_append)(Context&, const LatentArgs&);
     void (*latent_output)(Context&, const LatentArgs&);
     void (*latent)(Context&, const LatentArgs&);  // both
-    void (*norm_rows)(Context&, float* x, int rows, int cols, const float* norm, float eps);
+    void (*norm_rows)(Context&, const NormArgs&);
     void (*project_inputs)(Context&, const Stack&, const float* x, int rows, int width, const float* norm, float eps, float* inputs);
     void (*gate_inputs)(Context&, const InputArgs&);
     void (*read_streams)(Context&, const ConnectionArgs&);

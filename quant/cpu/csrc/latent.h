@@ -65,10 +65,14 @@ inline void multiply_heads(Context& context, const Stack& stack, int heads, cons
         const int head = index / steps % heads, tile = index % steps * step;
         const Matrix own = matrix_of(stack, heads, head);
         const Target target = {out + head * next, stride, own.rows, own.scale, nullptr, nullptr};
-        with_layout(own.layout, [&](auto kind) {
-            kind.multiply(own, tile, least(step, tiles - tile), of_head(acts, head, runs), runs, chunks[index / (steps * heads)], target);
-        });
+        multiply(own, tile, least(step, tiles - tile), of_head(acts, head, runs), runs, chunks[index / (steps * heads)], target);
     });
+}
+
+// The same for a head of a single row.
+inline void multiply_head(const Stack& stack, int heads, int head, const Acts& acts, float* out) {
+    const Matrix own = matrix_of(stack, heads, head);
+    multiply(own, 0, own.rows / 16, acts, Runs(1), {0, 1}, {out, 0, own.rows, own.scale, nullptr, nullptr});
 }
 
 // Applies RoPE to a head's pairs, adjacent ones if `interleaved`, and writes them as two halves.
@@ -79,8 +83,6 @@ inline void turn_pairs(const float* from, const float* cos, const float* sin, in
         to[i + half] = b * cos[i] + a * sin[i];
     }
 }
-
-inline size_t latent_row_bytes(int format, int size) { return format == KV_ROWS_INT8 ? size : 2 * (size_t)size; }
 
 inline void append_latent(const Span& span, int slot, int size, const float* row) {
     uint8_t* block = span.data + slot / KEYS * span.stride;
@@ -121,22 +123,17 @@ void norm_latent_append(Context& context, const LatentArgs& args) {
     matmul(context, args.down, acts, wide);
     if (rank) {
         float* low = scratch<float>(context.gated, (size_t)args.rows * rank);
-        parallel(context, (args.rows + 15) / 16, [&](int task) {
-            for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++)
-                rms_norm(wide + (size_t)row * width, args.query_norm, args.latent_eps, rank, low + (size_t)row * rank);
+        each_row(context, args.rows, [&](int row) {
+            rms_norm(wide + (size_t)row * width, args.query_norm, args.latent_eps, rank, low + (size_t)row * rank);
         });
-        const Acts queries = prepare(context, context.rows, low, nullptr, args.rows, nullptr, 0, args.query_up);
-        matmul(context, args.query_up, queries, args.q);
+        linear(context, args.query_up, low, args.rows, args.q);
     }
-    const int share = 8, tasks = (args.rows + share - 1) / share;
-    parallel(context, tasks, [&](int task) {
-        for (int row = task * share; row < least(args.rows, (task + 1) * share); row++) {
-            float *line = wide + (size_t)row * width, *q = args.q + (size_t)row * heads * each;
-            if (!rank) copy_floats(line, heads * each, q);
-            if (args.head_gates) copy_floats(line + width - size - heads, heads, args.q + (size_t)args.rows * heads * each + (size_t)row * heads);
-            for (int h = 0; h < heads; h++) turn_query(args, row, q + (size_t)h * each + args.nope);
-            append_key(args, row, line + width - size);
-        }
+    each_row<8>(context, args.rows, [&](int row) {
+        float *line = wide + (size_t)row * width, *q = args.q + (size_t)row * heads * each;
+        if (!rank) copy_floats(line, heads * each, q);
+        if (args.head_gates) copy_floats(line + width - size - heads, heads, args.q + (size_t)args.rows * heads * each + (size_t)row * heads);
+        for (int h = 0; h < heads; h++) turn_query(args, row, q + (size_t)h * each + args.nope);
+        append_key(args, row, line + width - size);
     });
 }
 
@@ -180,87 +177,61 @@ struct AttendingLatents {
     const Tree& tree;
     const int begin, latent, size, queries;
     const float* q;
-    int blocks, pieces, each, chunks;  // queries of a chunk
-    float* partial;
+    int blocks, each, chunks;  // queries of a chunk
+    Partials partials;
     AttentionArgs plain = {};  // arguments of the functions shared with attention.h
 
     AttendingLatents(Context& context, const LatentArgs& args, const Span& span, const Tree& tree, int begin, int rows, const float* q)
-        : args(args), span(span), tree(tree), begin(begin), latent(args.latent), size(args.rotary + latent), queries(rows * args.heads), q(q) {
+        : args(args), span(span), tree(tree), begin(begin), latent(args.latent), size(args.rotary + latent), queries(rows * args.heads), q(q),
+          partials(divide(context, rows)) {
+        plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
+    }
+    Partials divide(Context& context, int rows) {
         int longest = 0;
         for (int row = begin; row < begin + rows; row++) longest = most(longest, tree.last(row));
         blocks = (longest + KEYS - 1) / KEYS;
         // Few queries over a long cache: divide its blocks among threads too. Results are the same either way.
         const int threads = context.pool.threads(), wide = (queries + LATENT_QUERIES - 1) / LATENT_QUERIES;
         const bool split = wide < 4 * threads && blocks > 1 && (size_t)queries * blocks * (latent + 2) <= MOST_PIECES;
-        pieces = split ? blocks : 1;
         each = split || wide >= threads ? LATENT_QUERIES : LATENT_QUERIES / 4;
         chunks = (queries + each - 1) / each;
-        partial = scratch<float>(context.partial, (size_t)queries * pieces * (latent + 2));
-        plain.heads = args.heads, plain.kv_heads = 1, plain.head_dim = size;
+        return Partials(context.partial, queries, split ? blocks : 1, latent);
     }
-    float* place(int index, int piece) const { return partial + ((size_t)index * pieces + piece) * (latent + 2); }
+    int tasks() const { return chunks * partials.pieces; }
     void run(int task) const {
-        const int piece = task % pieces, chunk = task / pieces;
+        const int piece = task % partials.pieces, chunk = task / partials.pieces;
         const int from_query = chunk * each, n = least(each, queries - from_query);
         const Cached cached(span, plain, 0, 0);
         Query list[LATENT_QUERIES];
-        int high = 0;
         for (int i = 0; i < n; i++) {
             const int row = begin + (from_query + i) / args.heads;
             list[i] = {q + (size_t)(from_query + i) * size, 0, tree.last(row), row};
-            high = most(high, list[i].last);
-            float* p = place(from_query + i, piece);
-            p[0] = -INFINITY;
-            fill_floats(p + 1, latent + 1, 0.f);
         }
-        BlockResult results[LATENT_QUERIES];
-        alignas(64) float values[LATENT_QUERIES * MAX_HEAD];
-        const bool split = pieces > 1;
-        for (int block = split ? piece : 0; block < (split ? piece + 1 : blocks); block++) {
-            if (block * KEYS >= high) break;
-            for (int i = 0, count; i < n; i += count) {
-                // In a tree's blocks, each row has its own keys; otherwise the last row attends to the most.
-                for (count = 1; i + count < n && (!tree.scattered(block) || list[i + count].row == list[i].row);) count++;
-                float* to = values + (size_t)i * latent;
-                const int row = list[i + count - 1].row;
-                if (tree.last(row) <= block * KEYS) {
-                    for (int j = i; j < i + count; j++) results[j] = {-INFINITY, 0.f};
-                } else if (span.format == KV_ROWS_INT8) {
-                    const Sources from = latent_sources<uint8_t>(span, tree, block, row, size);
-                    attend_block<CachedInt8>(count, list + i, cached, from, block, args.rotary, results + i, to, latent);
-                } else {
-                    const Sources from = latent_sources<uint16_t>(span, tree, block, row, size);
-                    attend_block<CachedBf16>(count, list + i, cached, from, block, args.rotary, results + i, to, latent);
-                }
+        partials.run(from_query, piece, list, n, blocks, tree, [&](int block, int i, int count, BlockResult* results, float* to) {
+            const int row = list[i + count - 1].row;  // the last row attends to the most
+            if (tree.last(row) <= block * KEYS) {
+                for (int j = 0; j < count; j++) results[j] = {-INFINITY, 0.f};
+            } else if (span.format == KV_ROWS_INT8) {
+                const Sources from = latent_sources<uint8_t>(span, tree, block, row, size);
+                attend_block<CachedInt8>(count, list + i, cached, from, block, args.rotary, results, to, latent);
+            } else {
+                const Sources from = latent_sources<uint16_t>(span, tree, block, row, size);
+                attend_block<CachedBf16>(count, list + i, cached, from, block, args.rotary, results, to, latent);
             }
-            for (int i = 0; i < n; i++) {
-                float* p = place(from_query + i, piece);
-                BlockResult sofar{p[0], p[1]};
-                join(sofar, p + 2, results[i], values + (size_t)i * latent, latent);
-                p[0] = sofar.peak;
-                p[1] = sofar.total;
-            }
-        }
+        });
     }
     // Merges the pieces of a query: out (rows, H, latent).
     void merge(int index, float* out) const {
-        float* first = place(index, 0);
-        BlockResult sofar{first[0], first[1]};
-        for (int piece = 1; piece < pieces; piece++) {
-            const float* next = place(index, piece);
-            join(sofar, first + 2, {next[0], next[1]}, next + 2, latent);
-        }
-        const float inverse = sofar.total > 0 ? 1.f / sofar.total : 0.f;
+        partials.merge(index);
+        const float *sum = partials.sum(index, 0), total = partials.result(index, 0).total, inverse = total > 0 ? 1.f / total : 0.f;
         float* to = out + (size_t)index * latent;
-        for (int e = 0; e < latent; e++) to[e] = first[2 + e] * inverse;
+        for (int e = 0; e < latent; e++) to[e] = sum[e] * inverse;
     }
 };
 
 inline void attend_latents(Context& context, const AttendingLatents& attending, float* out) {
-    parallel(context, attending.chunks * attending.pieces, [&](int task) { attending.run(task); });
-    parallel(context, (attending.queries + 15) / 16, [&](int task) {
-        for (int index = 16 * task; index < least(attending.queries, 16 * task + 16); index++) attending.merge(index, out);
-    });
+    parallel(context, attending.tasks(), [&](int task) { attending.run(task); });
+    each_row(context, attending.queries, [&](int index) { attending.merge(index, out); });
 }
 
 void latent_output(Context& context, const LatentArgs& args) {
@@ -293,107 +264,87 @@ void latent_output(Context& context, const LatentArgs& args) {
         const float gate = sigmoid1(gates[i]);
         for (int e = 0; e < args.value; e++) joined[i * args.value + e] *= gate;
     }
-    const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
-    matmul(context, args.proj, acts, args.out);
+    linear(context, args.proj, joined, args.rows, args.out);
 }
 
 // A single row as one list of tasks: the projection to latents, each head's query in the latent space, attention, each
 // head's value, and the output. Threads wait for each other behind the first, whose results are normed together.
-struct RowLatent {
-    const LatentArgs& args;
-    const int heads, each, latent, size, width, rank;
-
-    explicit RowLatent(const LatentArgs& args)
-        : args(args), heads(args.heads), each(args.nope + args.rotary), latent(args.latent), size(args.rotary + latent),
-          width(args.down.rows), rank(args.query_up.count ? args.query_up.cols : 0) {}
-
-    bool fits(const Context& context) const {
-        bool fits = args.rows == 1 && args.span_count == 1 && !args.spans->mask && !context.adapters.rows;
-        fits &= each % 16 == 0 && args.value % most(32, args.proj.hadamard) == 0;
-        return fits && !any_plain(args.proj) && whole_tiles(args.query_up);
-    }
-    void multiply_head(const Stack& stack, int head, const Acts& own, float* out) const {
-        const Matrix m = matrix_of(stack, heads, head);
-        const Target to = {out, 0, m.rows, m.scale, nullptr, nullptr};
-        with_layout(m.layout, [&](auto kind) { kind.multiply(m, 0, m.rows / 16, own, Runs(1), {0, 1}, to); });
-    }
-    void run(Context& context) const {
-        float *line = scratch<float>(context.wide, width), *joined = scratch<float>(context.joined, (size_t)heads * args.value);
-        float *low = scratch<float>(context.gated, rank + (size_t)heads * (size + latent)), *turned = low + rank, *seen = turned + (size_t)heads * size;
-        const Runs runs(1);
-        const Acts plain = reserve_heads(context.chosen, heads, 1, args.key_up), latents = reserve_heads(context.shared_inner, heads, 1, args.value_up);
-        Acts acts, queries, results = reserve(context.inner, joined, 1, args.proj);
-        begin_groups(context.inner, results);
-        const Tree tree(context, *args.spans);
-        const AttendingLatents attending(context, args, *args.spans, tree, 0, 1, turned);
-        const Shares downs(context, context.tasks, args.down, 0), outs(context, context.more_tasks, args.proj, 0);
-        struct Chunk { Countdown asked, attended; };
-        Chunk* of = scratch<Chunk>(context.places, attending.chunks);
-        for (int c = 0; c < attending.chunks; c++) of[c] = {{least(attending.each, heads - c * attending.each)}, {attending.pieces}};
-        Countdown prepared = {1}, projected = {downs.count}, normed = {1};
-        auto project = [&](int task) {
-            const Share& share = downs.list[task];
-            prepared.wait(tile_at(*share.matrix, share.tile));
-            multiply_share(args.down, share, acts, line);
-            if (!projected.finish()) return;
-            append_key(args, 0, line + width - size);
-            if (rank) {
-                rms_norm(line, args.query_norm, args.latent_eps, rank, low);
-                queries = prepare(context, context.shared_rows, low, nullptr, 1, nullptr, 0, args.query_up);
-            }
-            normed.finish();
-        };
-        auto ask = [&](int h) {  // a head's query in the latent space
-            float *q = args.q + (size_t)h * each, *to = turned + (size_t)h * size;
-            normed.wait();
-            if (rank) multiply_tiles(args.query_up, h * each / 16, each / 16, queries, args.q);
-            else copy_floats(line + h * each, each, q);
-            turn_query(args, 0, q + args.nope);
-            const Acts own = of_head(plain, h, runs);
-            prepare_head(own, runs, 0, args.key_up, q, args.scale);
-            multiply_head(args.key_up, h, own, to + args.rotary);
-            for (int j = 0; j < args.rotary; j++) to[j] = q[args.nope + j] * args.scale;
-            of[h / attending.each].asked.finish();
-        };
-        auto attend = [&](int task) {
-            Chunk& chunk = of[task / attending.pieces];
-            chunk.asked.wait();
-            attending.run(task);
-            chunk.attended.finish();
-        };
-        auto answer = [&](int h) {  // a head's value
-            float* to = joined + (size_t)h * args.value;
-            of[h / attending.each].attended.wait();
-            attending.merge(h, seen);
-            const Acts own = of_head(latents, h, runs);
-            prepare_head(own, runs, 0, args.value_up, seen + (size_t)h * latent, 1.f);
-            multiply_head(args.value_up, h, own, to);
-            const float gate = args.head_gates ? sigmoid1(line[width - size - heads + h]) : 1.f;
-            for (int e = 0; e < args.value && args.head_gates; e++) to[e] *= gate;
-            if (args.proj.hadamard) block_hadamard(to, args.value, args.proj.hadamard);
-            quantize_row(results, runs, 0, to, h * args.value, args.value);
-        };
-        context.pool.meet();  // where latents are normed
-        const int pieces = attending.chunks * attending.pieces;
-        parallel(context, 1 + downs.count + 2 * heads + pieces + outs.count, [&](int task) {
-            if (task == 0) {
-                acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.down);
-                prepared.finish();
-                return;
-            }
-            if (--task < downs.count) return project(task);
-            if ((task -= downs.count) < heads) return ask(task);
-            if ((task -= heads) < pieces) return attend(task);
-            if ((task -= pieces) < heads) return answer(task);
-            multiply_share(args.proj, outs.list[task - heads], results, args.out);
-        });
-    }
-};
+inline void latent_of_row(Context& context, const LatentArgs& args) {
+    const int heads = args.heads, each = args.nope + args.rotary, latent = args.latent, size = args.rotary + latent;
+    const int width = args.down.rows, rank = args.query_up.count ? args.query_up.cols : 0;
+    float *line = scratch<float>(context.wide, width), *joined = scratch<float>(context.joined, (size_t)heads * args.value);
+    float *low = scratch<float>(context.gated, rank + (size_t)heads * (size + latent)), *turned = low + rank, *seen = turned + (size_t)heads * size;
+    const Runs runs(1);
+    const Acts plain = reserve_heads(context.chosen, heads, 1, args.key_up), latents = reserve_heads(context.shared_inner, heads, 1, args.value_up);
+    RowInput input(args.down), queries(args.query_up);
+    Acts results = reserve(context.inner, joined, 1, args.proj);
+    begin_groups(context.inner, results);
+    const Tree tree(context, *args.spans);
+    const AttendingLatents attending(context, args, *args.spans, tree, 0, 1, turned);
+    const Shares downs(context, context.tasks, args.down, 0), outs(context, context.more_tasks, args.proj, 0);
+    struct Chunk { Countdown asked, attended; };
+    Chunk* of = scratch<Chunk>(context.places, attending.chunks);
+    for (int c = 0; c < attending.chunks; c++) of[c] = {{least(attending.each, heads - c * attending.each)}, {attending.partials.pieces}};
+    Countdown projected = {downs.count}, normed = {1};
+    auto project = [&](int task) {
+        const Share& share = downs.list[task];
+        input.prepared.wait(tile_at(*share.matrix, share.tile));
+        multiply_share(args.down, share, input.acts, line);
+        if (!projected.finish()) return;
+        append_key(args, 0, line + width - size);
+        if (rank) {
+            rms_norm(line, args.query_norm, args.latent_eps, rank, low);
+            queries.read(context, context.shared_rows, low, nullptr, 0);
+        }
+        normed.finish();
+    };
+    auto ask = [&](int h) {  // a head's query in the latent space
+        float *q = args.q + (size_t)h * each, *to = turned + (size_t)h * size;
+        normed.wait();
+        if (rank) queries.multiply(h * each / 16, each / 16, args.q);
+        else copy_floats(line + h * each, each, q);
+        turn_query(args, 0, q + args.nope);
+        const Acts own = of_head(plain, h, runs);
+        prepare_head(own, runs, 0, args.key_up, q, args.scale);
+        multiply_head(args.key_up, heads, h, own, to + args.rotary);
+        for (int j = 0; j < args.rotary; j++) to[j] = q[args.nope + j] * args.scale;
+        of[h / attending.each].asked.finish();
+    };
+    auto attend = [&](int task) {
+        Chunk& chunk = of[task / attending.partials.pieces];
+        chunk.asked.wait();
+        attending.run(task);
+        chunk.attended.finish();
+    };
+    auto answer = [&](int h) {  // a head's value
+        float* to = joined + (size_t)h * args.value;
+        of[h / attending.each].attended.wait();
+        attending.merge(h, seen);
+        const Acts own = of_head(latents, h, runs);
+        prepare_head(own, runs, 0, args.value_up, seen + (size_t)h * latent, 1.f);
+        multiply_head(args.value_up, heads, h, own, to);
+        const float gate = args.head_gates ? sigmoid1(line[width - size - heads + h]) : 1.f;
+        for (int e = 0; e < args.value && args.head_gates; e++) to[e] *= gate;
+        if (args.proj.hadamard) block_hadamard(to, args.value, args.proj.hadamard);
+        quantize_row(results, runs, 0, to, h * args.value, args.value);
+    };
+    context.pool.meet();  // where latents are normed
+    const int pieces = attending.tasks();
+    parallel(context, 1 + downs.count + 2 * heads + pieces + outs.count, [&](int task) {
+        if (task == 0) return input.read(context, context.rows, args.x, args.norm, args.eps);
+        if (--task < downs.count) return project(task);
+        if ((task -= downs.count) < heads) return ask(task);
+        if ((task -= heads) < pieces) return attend(task);
+        if ((task -= pieces) < heads) return answer(task);
+        multiply_share(args.proj, outs.list[task - heads], results, args.out);
+    });
+}
 
 // Both steps of a layer.
 void latent(Context& context, const LatentArgs& args) {
-    const RowLatent alone(args);
-    if (alone.fits(context)) return alone.run(context);
+    bool alone = args.rows == 1 && args.span_count == 1 && !args.spans->mask && !context.adapters.rows;
+    alone &= (args.nope + args.rotary) % 16 == 0 && args.value % most(32, args.proj.hadamard) == 0;
+    if (alone && !any_plain(args.proj) && whole_tiles(args.query_up)) return latent_of_row(context, args);
     norm_latent_append(context, args);
     latent_output(context, args);
 }

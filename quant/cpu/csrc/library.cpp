@@ -19,7 +19,7 @@ struct Runtime {
     const char* isa;
 };
 
-LRT_API int lrt_abi_version() { return 33; }
+LRT_API int lrt_abi_version() { return 34; }
 
 // `isa` is such a name, or empty for the best compiled one; returns null if the processor or the library lacks it.
 LRT_API Runtime* lrt_create(int threads, const char* isa) {
@@ -32,7 +32,7 @@ LRT_API Runtime* lrt_create(int threads, const char* isa) {
 LRT_API void lrt_destroy(Runtime* runtime) { delete runtime; }
 // Sets the number of threads, between two calls by the calling thread. Returns the actual number.
 LRT_API int lrt_resize(Runtime* runtime, int threads) { return runtime->context.pool.resize(threads); }
-LRT_API void lrt_counts(const Runtime* runtime, int64_t* counts) { runtime->context.pool.counts(counts, counts + 1); }
+LRT_API int64_t lrt_meetings(const Runtime* runtime) { return runtime->context.pool.meetings(); }
 LRT_API const char* lrt_isa(const Runtime* runtime) { return runtime->isa; }
 
 LRT_API void lrt_norm_qkv_rope_append(Runtime* r, const AttentionArgs* args) { r->kernels.norm_qkv_rope_append(r->context, *args); }
@@ -74,12 +74,8 @@ LRT_API int lrt_share_layers(Runtime* r, const SharedLayer* layers, int first, i
     }
     return count;
 }
-LRT_API void lrt_combine_experts(Runtime* r, const CombineArgs* args) {
-    r->kernels.combine_experts(r->context, *args);
-}
-LRT_API void lrt_norm_rows(Runtime* r, const NormArgs* args) {
-    r->kernels.norm_rows(r->context, args->x, args->rows, args->cols, args->norm, args->eps);
-}
+LRT_API void lrt_combine_experts(Runtime* r, const CombineArgs* args) { r->kernels.combine_experts(r->context, *args); }
+LRT_API void lrt_norm_rows(Runtime* r, const NormArgs* args) { r->kernels.norm_rows(r->context, *args); }
 LRT_API void lrt_norm_latent_append(Runtime* r, const LatentArgs* args) { r->kernels.norm_latent_append(r->context, *args); }
 LRT_API void lrt_latent_output(Runtime* r, const LatentArgs* args) { r->kernels.latent_output(r->context, *args); }
 LRT_API void lrt_recurrent(Runtime* r, const RecurrentArgs* args) { r->kernels.recurrent(r->context, *args); }

@@ -61,6 +61,11 @@ inline const uint8_t* tile_at(const Stack& stack, int tile) {
     return tile_at(stack.parts[part], tile);
 }
 
+// Some tiles of a matrix times some runs of rows.
+inline void multiply(const Matrix& m, int tile, int tiles, const Acts& acts, const Runs& runs, RunRange range, const Target& target) {
+    with_layout(m.layout, [&](auto kind) { kind.multiply(m, tile, tiles, acts, runs, range, target); });
+}
+
 // A task of a product: some tiles of a matrix, whose columns of the output begin at `column`.
 struct Share { const Matrix* matrix; int part, tile, tiles, column; };
 
@@ -89,7 +94,7 @@ struct Shares {
 inline void multiply_share(const Stack& stack, const Share& share, const Acts& acts, float* out) {
     const Matrix& m = *share.matrix;
     const Target to = {out + share.column, (size_t)stack.rows, m.rows, m.scale, nullptr, nullptr};
-    with_layout(m.layout, [&](auto kind) { kind.multiply(m, share.tile, share.tiles, acts, Runs(1), {0, 1}, to); });
+    multiply(m, share.tile, share.tiles, acts, Runs(1), {0, 1}, to);
 }
 
 // Some tiles of a stack, as if its matrices were one, for a single row.
@@ -117,9 +122,7 @@ inline void matmul(Context& context, const Stack& stack, const Acts& acts, float
         const Target target = {out + task.column, (size_t)stride, m.rows, m.scale, nullptr, nullptr};
         const RunRange range = chunks[index / count];
         const int first = runs[range.first].start, rows = least(acts.rows - first, range.rows(runs));
-        with_layout(m.layout, [&](auto kind) {
-            kind.multiply(m, task.tile, task.tiles, acts, runs, range, target);
-        });
+        multiply(m, task.tile, task.tiles, acts, runs, range, target);
         if (more.products) more.to_rows(target.out, target.stride, first, rows, task.part, m, task.tile, task.tiles);
         if (finish)
             (*finish)(target.out + (size_t)first * stride + 16 * task.tile, stride, rows, task.column + 16 * task.tile,
@@ -153,6 +156,14 @@ inline bool can_gate(const Stack& stack, const Stack& down, Halves& halves) {
            2 * unit <= TASK_TILES && gate.rows % (16 * unit) == 0;
 }
 
+// Some tiles of both products, joined by `to.gate`, times some runs of rows.
+inline void multiply_gated(const Halves& halves, int tile, int tiles, int unit, const Acts& acts, const Runs& runs, RunRange range,
+                           const Gated& to) {
+    with_layout(halves.gate.layout, [&](auto kind) {
+        if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, acts, runs, range, to);
+    });
+}
+
 // Divides gated tiles into tasks that begin at `starts`, whose last is `tiles`; returns how many there are.
 inline int divide_gated(const Context& context, Scratch& memory, int tiles, int unit, bool panels, int*& starts) {
     int count = 0;
@@ -173,15 +184,11 @@ inline void gated_matmul(Context& context, const Halves& halves, const Acts& act
     const Runs runs(acts.rows);
     const Chunks chunks(runs);
     const int tiles = halves.gate.rows / 16, unit = most(2, target.hadamard / 16);
-    with_layout(halves.gate.layout, [&](auto kind) {
-        if constexpr (decltype(kind)::PACKED) {
-            int* starts;
-            const int count = divide_gated(context, context.tasks, tiles, unit, acts.rows > DIRECT_ROWS, starts);
-            parallel(context, chunks.count * count, [&](int index) {
-                const int tile = starts[index % count], tiles_here = starts[index % count + 1] - tile;
-                kind.multiply_gated(halves.gate, halves.up, tile, tiles_here, unit, acts, runs, chunks[index / count], target);
-            });
-        }
+    int* starts;
+    const int count = divide_gated(context, context.tasks, tiles, unit, acts.rows > DIRECT_ROWS, starts);
+    parallel(context, chunks.count * count, [&](int index) {
+        const int tile = starts[index % count], tiles_here = starts[index % count + 1] - tile;
+        multiply_gated(halves, tile, tiles_here, unit, acts, runs, chunks[index / count], target);
     });
 }
 

@@ -34,13 +34,11 @@ void add_ngrams(Context& context, const NgramArgs& args) {
     memory.dilation = args.dilation;
     memory.width = all;
     const RecurrentShape shape(memory);
-    const Acts keys = prepare(context, context.rows, args.ngrams, nullptr, args.rows, nullptr, 0, args.key);
     float* wide = scratch<float>(context.wide, (size_t)args.rows * all);
-    matmul(context, args.key, keys, wide);
-    const Acts values = prepare(context, context.rows, args.ngrams, nullptr, args.rows, nullptr, 0, args.value);
+    linear(context, args.key, args.ngrams, args.rows, wide);
     float* joined = scratch<float>(context.joined, (size_t)args.rows * (all + 2 * size));
     float *value = joined + (size_t)args.rows * all, *normed = value + (size_t)args.rows * size;
-    matmul(context, args.value, values, value);
+    linear(context, args.value, args.ngrams, args.rows, value);
     parallel(context, args.rows, [&](int row) {
         const size_t at = (size_t)row * all, part = (size_t)row * size;
         gate_values(args, args.streams + at, value + part, wide + at, joined + at, normed + part);

@@ -238,7 +238,7 @@ struct Pool::State {
     std::atomic<void*> context{nullptr};
     std::atomic<bool> stop{false};
     int sleeping = 0;
-    int64_t meetings = 0, waited = 0;  // the calling thread's
+    int64_t meetings = 0;
 };
 
 Pool::Pool(int threads) : state_(new State(threads)) {}
@@ -281,16 +281,10 @@ void Pool::dispatch(int count, void (*call)(void*, int), void* context) {
     Slice slice(s.gentle);
     s.take(job, s.gentle ? &slice : nullptr);
     s.meetings++;
-    if (s.done.load(std::memory_order_acquire) == count) return;
-    const auto began = std::chrono::steady_clock::now();
     for (int spins = 0; s.done.load(std::memory_order_acquire) < count; spins++) pause(spins);
-    s.waited += std::chrono::nanoseconds(std::chrono::steady_clock::now() - began).count();
 }
 
-void Pool::counts(int64_t* meetings, int64_t* waited) const {
-    *meetings = state_->meetings, *waited = state_->waited;
-}
-
+int64_t Pool::meetings() const { return state_->meetings; }
 void Pool::meet() { state_->meetings += !state_->workers.empty(); }
 
 static void release(void* data) {

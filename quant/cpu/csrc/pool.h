@@ -23,9 +23,8 @@ class Pool {
     // Sets the number of threads and returns the actual one. Not to be called within `dispatch`.
     int resize(int threads);
     void dispatch(int count, void (*call)(void*, int), void* context);
-    // So far: times that all threads met, in `dispatch` or within tasks, which say so; and nanoseconds that the calling thread
-    // waited for the others there.
-    void counts(int64_t* meetings, int64_t* waited) const;
+    // Times that all threads met so far, in `dispatch` or within tasks, which say so.
+    int64_t meetings() const;
     void meet();
 
   private:
@@ -61,6 +60,13 @@ inline namespace LRT_SPACE {
 // Calls fn(task) for every task in [0, count); returns when all are done.
 template <class Fn> inline void parallel(Context& context, int count, Fn fn) {
     context.pool.dispatch(count, [](void* f, int task) { (*static_cast<Fn*>(f))(task); }, &fn);
+}
+
+// Calls fn(row) for all rows, SHARE in a task.
+template <int SHARE = 16, class Fn> inline void each_row(Context& context, int rows, Fn fn) {
+    parallel(context, (rows + SHARE - 1) / SHARE, [&](int task) {
+        for (int row = task * SHARE; row < rows && row < (task + 1) * SHARE; row++) fn(row);
+    });
 }
 
 template <class T> inline T* scratch(Scratch& memory, size_t count) { return static_cast<T*>(memory.bytes(count * sizeof(T))); }

@@ -443,8 +443,9 @@ struct RowRecurrence {
     void run(Context& context) const {
         float *line = scratch<float>(context.wide, shape.width), *joined = scratch<float>(context.joined, shape.inner);
         const Rows& rows = *Sequences(context, args, shape, line, joined).list;
-        Acts acts, results = reserve(context.inner, joined, 1, args.proj);
+        Acts results = reserve(context.inner, joined, 1, args.proj);
         begin_groups(context.inner, results);
+        RowInput input(args.mix);
         const Shares shares(context, context.more_tasks, args.proj, 0);
         struct Part { Countdown projected, taken, scanned; };
         Part* of = scratch<Part>(context.partial, parts);
@@ -456,12 +457,11 @@ struct RowRecurrence {
         const int keys = shape.channels_at + least(shape.q, shape.k), key_tiles = states ? 2 * shape.keys / 16 : 0;
         const int last_tiles = states ? (shape.width - shape.strengths_at + 15) / 16 : 0, key_tasks = (key_tiles + 7) / 8;
         const int commons = key_tasks + (last_tiles + 7) / 8;
-        Countdown prepared = {1}, projected = {commons}, common = {commons > 0}, left = {parts};
+        Countdown projected = {commons}, common = {commons > 0}, left = {parts};
         auto project_common = [&](int task) {
             const bool key = task < key_tasks;
             const int at = (key ? task : task - key_tasks) * 8, tile = (key ? keys : shape.strengths_at) / 16 + at;
-            prepared.wait(tile_at(args.mix, tile));
-            multiply_tiles(args.mix, tile, least(8, (key ? key_tiles : last_tiles) - at), acts, line);
+            input.multiply(tile, least(8, (key ? key_tiles : last_tiles) - at), line);
             if (!projected.finish()) return;
             adjust(line, keys, keys + 2 * shape.keys);
             adjust(line, shape.strengths_at, shape.width);
@@ -474,8 +474,7 @@ struct RowRecurrence {
         };
         auto project = [&](int p, int which) {
             const int begin = p * part, end = end_of(p), first = column(p, which);
-            prepared.wait(tile_at(args.mix, first / 16));
-            multiply_tiles(args.mix, first / 16, (end - begin + 15) / 16, acts, line);
+            input.multiply(first / 16, (end - begin + 15) / 16, line);
             adjust(line, first, first + end - begin);
             if (!of[p].projected.finish()) return;
             for (int c = begin; c < end && !states; c++) line[shape.channels_at + c] *= line[c];
@@ -497,11 +496,7 @@ struct RowRecurrence {
         };
         if (whole) context.pool.meet();
         parallel(context, 1 + commons + parts * (channels + scans) + shares.count, [&](int task) {
-            if (task == 0) {
-                acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.mix);
-                prepared.finish();
-                return;
-            }
+            if (task == 0) return input.read(context, context.rows, args.x, args.norm, args.eps);
             if (--task < commons) return project_common(task);
             if ((task -= commons) < parts * channels) return project(task / channels, task % channels);
             if ((task -= parts * channels) < parts * scans) return scan(task / scans, task % scans);
@@ -538,12 +533,9 @@ void recurrent(Context& context, const RecurrentArgs& args) {
     const Sequences sequences(context, args, shape, wide, joined);
     const int all = sequences.all, *owners = sequences.owners, *numbers = sequences.numbers;
     const Rows* list = sequences.list;
-    const auto eight = [&](auto each) {  // rows a task
-        parallel(context, (all + 7) / 8, [&](int task) {
-            for (int i = 8 * task; i < least(all, 8 * task + 8); i++) each(list[owners[i]], numbers[i]);
-        });
-    };
-    eight([&](const Rows& rows, int i) {
+    each_row<8>(context, all, [&](int row) {
+        const Rows& rows = list[owners[row]];
+        const int i = numbers[row];
         if (i < rows.waiting) return rows.take_kept(i, shape);
         float* projected = rows.fresh + (size_t)(i - rows.waiting) * shape.width;
         if (args.kind == CONV)
@@ -553,7 +545,7 @@ void recurrent(Context& context, const RecurrentArgs& args) {
     });
     keep_and_convolve(context, args, shape, list);
     if (args.kind != CONV) {
-        eight([&](const Rows& rows, int i) { normalize_keys(args, shape, rows, i); });
+        each_row<8>(context, all, [&](int row) { normalize_keys(args, shape, list[owners[row]], numbers[row]); });
         const int blocks = (args.value_size + 15) / 16, parts = (blocks + 3) / 4;
         parallel(context, args.span_count * args.heads * parts, [&](int task) {
             const int first = task % parts * 4;
@@ -561,13 +553,10 @@ void recurrent(Context& context, const RecurrentArgs& args) {
                 Scan(args, shape, list[task / (args.heads * parts)], task / parts % args.heads, block).run();
         });
     }
-    parallel(context, (args.rows + 7) / 8, [&](int task) {
-        for (int row = 8 * task; row < least(args.rows, 8 * task + 8); row++) {
-            finish_row(args, shape, wide + (size_t)row * shape.width, 0, shape.inner, joined + (size_t)row * shape.inner);
-        }
+    each_row<8>(context, args.rows, [&](int row) {
+        finish_row(args, shape, wide + (size_t)row * shape.width, 0, shape.inner, joined + (size_t)row * shape.inner);
     });
-    const Acts results = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
-    matmul(context, args.proj, results, args.out);
+    linear(context, args.proj, joined, args.rows, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.eps);
 }
 

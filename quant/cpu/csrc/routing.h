@@ -53,10 +53,7 @@ struct Router {
         fill_floats(logits, padded, -INFINITY);
         for (int i = 0; i < count; i++) logits[i] = products[i] + (args.gate_bias ? args.gate_bias[i] : 0.f);
         const bool finite = all_finite(logits, count);
-        for (int i = 0; i < count && args.softcap > 0; i += 16) {
-            const F16L cap = F16L::set1(args.softcap);
-            store_some(tanh16(load_some(logits + i, least(16, count - i)) / cap) * cap, least(16, count - i), logits + i);
-        }
+        if (args.softcap > 0) cap_softly(logits, count, args.softcap);
         score(logits, scores);
         const float* ranks = args.scoring == SOFTMAX_CHOSEN ? logits : scores;  // scores tie if softmax underflows
         fill_floats(keys, padded, -INFINITY);
@@ -147,24 +144,21 @@ struct Router {
     }
 };
 
-// Uses 16-bit activations, since there are few products and their errors matter.
-inline void router_products(Context& context, const Stack& gate, const float* x, int rows, const float* norm, float eps, float* products) {
-    matmul(context, gate, prepare(context, context.rows, x, nullptr, rows, norm, eps, gate, true), products);
+// A row as experts see it.
+inline void norm_routed(const RouteArgs& args, int row) {
+    const size_t at = (size_t)row * args.gate.cols;
+    if (args.norm) rms_norm(args.x + at, args.norm, args.eps, args.gate.cols, args.normed + at);
+    else copy_floats(args.x + at, args.gate.cols, args.normed + at);
 }
 
 void norm_route(Context& context, const RouteArgs& args) {
-    const int cols = args.gate.cols, count = args.gate.rows;
-    parallel(context, (args.rows + 15) / 16, [&](int task) {
-        for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++) {
-            const float* from = args.x + (size_t)row * cols;
-            float* to = args.normed + (size_t)row * cols;
-            if (args.norm) rms_norm(from, args.norm, args.eps, cols, to);
-            else copy_floats(from, cols, to);
-        }
-    });
+    const int count = args.gate.rows;
+    each_row(context, args.rows, [&](int row) { norm_routed(args, row); });
     float* products = scratch<float>(context.gated, (size_t)args.rows * count);
     const float* seen = args.gate_norm ? args.x : args.normed;
-    router_products(context, args.gate, seen, args.rows, args.gate_norm, args.eps, products);
+    // 16-bit activations, since there are few products and their errors matter.
+    const Acts acts = prepare(context, context.rows, seen, nullptr, args.rows, args.gate_norm, args.eps, args.gate, true);
+    matmul(context, args.gate, acts, products);
     const Router router(args);
     const int share = 4, tasks = (args.rows + share - 1) / share;
     const size_t room = (router.room() + 15) / 16 * 16;

@@ -71,22 +71,24 @@ inline Acts prepare(Context& context, Context::Rows& memory, const float* x, con
     if (copy) acts.x = normed;
     if (rows == context.adapters.rows && !wanted) acts.mixes = context.adapters.mixes;
     const Runs runs(rows);
-    const int share = 16, padded = runs.padded(), tasks = (padded + share - 1) / share;
-    parallel(context, tasks, [&](int task) {
-        for (int row = task * share; row < least(padded, (task + 1) * share); row++) {
-            const float* from = row < rows ? x + (size_t)(wanted ? wanted[row] : row) * cols : nullptr;
-            if (copy && from) {
-                float* to = normed + (size_t)row * cols;
-                if (norm) rms_norm(from, norm, eps, cols, to);
-                else copy_floats(from, cols, to);
-                if (stack.hadamard) block_hadamard(to, cols, stack.hadamard);
-                from = to;
-            }
-            if (acts.pairs) quantize_row<true>(acts, runs, row, from, 0, cols);
-            else if (acts.codes) quantize_row(acts, runs, row, from, 0, cols);
+    each_row(context, runs.padded(), [&](int row) {
+        const float* from = row < rows ? x + (size_t)(wanted ? wanted[row] : row) * cols : nullptr;
+        if (copy && from) {
+            float* to = normed + (size_t)row * cols;
+            if (norm) rms_norm(from, norm, eps, cols, to);
+            else copy_floats(from, cols, to);
+            if (stack.hadamard) block_hadamard(to, cols, stack.hadamard);
+            from = to;
         }
+        if (acts.pairs) quantize_row<true>(acts, runs, row, from, 0, cols);
+        else if (acts.codes) quantize_row(acts, runs, row, from, 0, cols);
     });
     return acts;
+}
+
+// Rows as they are, times a stack's.
+void linear(Context& context, const Stack& stack, const float* x, int rows, float* out) {
+    matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), out);
 }
 
 // The flags of inputs whose groups become ready one by one, for `rows` single rows.
@@ -95,6 +97,24 @@ inline void begin_groups(Context::Rows& memory, Acts& acts, int rows = 1) {
     acts.ready = scratch<uint8_t>(memory.ready, count);
     for (int i = 0; i < count; i++) acts.ready[i] = 0;
 }
+
+// A single row as the input of `stack`, which one task prepares and others wait for.
+struct RowInput {
+    const Stack& stack;
+    Acts acts;
+    Countdown prepared = {1};
+
+    explicit RowInput(const Stack& stack) : stack(stack) {}
+    void read(Context& context, Context::Rows& memory, const float* x, const float* norm, float eps, bool precise = false) {
+        acts = prepare(context, memory, x, nullptr, 1, norm, eps, stack, precise);
+        prepared.finish();
+    }
+    void wait(int tile) const { prepared.wait(tile_at(stack, tile)); }
+    void multiply(int tile, int tiles, float* out) const {
+        wait(tile);
+        multiply_tiles(stack, tile, tiles, acts, out);
+    }
+};
 
 inline void rotate(float* head, const float* cos, const float* sin, int half) {
     for (int i = 0; i < half; i++) {
@@ -155,39 +175,35 @@ void norm_qkv_rope_append(Context& context, const AttentionArgs& args) {
     const Acts acts = prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.qkv);
     float* wide = scratch<float>(context.wide, (size_t)args.rows * width);
     matmul(context, args.qkv, acts, wide);
-    const int share = 8, tasks = (args.rows + share - 1) / share, step = args.gated ? 2 * size : size, per = heads / groups;
-    parallel(context, tasks, [&](int task) {
-        for (int row = task * share; row < least(args.rows, (task + 1) * share); row++) {
-            float *line = wide + (size_t)row * width, *keys = line + heads * step, *values = keys + groups * size;
-            float* gates = args.q + (size_t)(args.rows + row) * heads * size;
-            if (args.qkv_bias)
-                for (int i = 0; i < width; i++) line[i] += args.qkv_bias[i];
-            for (int h = 0; h < heads && args.gated; h++) copy_floats(line + h * step + size, size, gates + h * size);
-            for (int h = 0; h < heads && args.head_gates; h++) fill_floats(gates + h * size, size, line[width - heads + h]);
-            if (args.number_gates) copy_floats(line + width - heads * size, heads * size, gates);
-            if (args.joint_norms && args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
-            if (args.joint_norms && args.k_norm && args.projections > 1) rms_norm(keys, args.k_norm, args.eps, groups * size, keys);
-            const HeadRow at(args, row);
-            for (int g = 0; g < groups; g++) at.finish_group(g, line + g * per * step, step, keys + g * size, values + g * size);
-        }
+    const int step = args.gated ? 2 * size : size, per = heads / groups;
+    each_row<8>(context, args.rows, [&](int row) {
+        float *line = wide + (size_t)row * width, *keys = line + heads * step, *values = keys + groups * size;
+        float* gates = args.q + (size_t)(args.rows + row) * heads * size;
+        if (args.qkv_bias)
+            for (int i = 0; i < width; i++) line[i] += args.qkv_bias[i];
+        for (int h = 0; h < heads && args.gated; h++) copy_floats(line + h * step + size, size, gates + h * size);
+        for (int h = 0; h < heads && args.head_gates; h++) fill_floats(gates + h * size, size, line[width - heads + h]);
+        if (args.number_gates) copy_floats(line + width - heads * size, heads * size, gates);
+        if (args.joint_norms && args.q_norm) rms_norm(line, args.q_norm, args.eps, heads * size, line);
+        if (args.joint_norms && args.k_norm && args.projections > 1) rms_norm(keys, args.k_norm, args.eps, groups * size, keys);
+        const HeadRow at(args, row);
+        for (int g = 0; g < groups; g++) at.finish_group(g, line + g * per * step, step, keys + g * size, values + g * size);
     });
 }
 
 inline void finish_rows(Context& context, float* out, int rows, int cols, const float* bias, const float* norm, float eps) {
     if (!bias && !norm) return;
-    parallel(context, (rows + 15) / 16, [&](int task) {
-        for (int row = task * 16; row < least(rows, task * 16 + 16); row++) {
-            float* line = out + (size_t)row * cols;
-            if (bias)
-                for (int i = 0; i < cols; i++) line[i] += bias[i];
-            if (norm) rms_norm(line, norm, eps, cols, line);
-        }
+    each_row(context, rows, [&](int row) {
+        float* line = out + (size_t)row * cols;
+        if (bias)
+            for (int i = 0; i < cols; i++) line[i] += bias[i];
+        if (norm) rms_norm(line, norm, eps, cols, line);
     });
 }
 
 // In place.
-void norm_rows(Context& context, float* x, int rows, int cols, const float* norm, float eps) {
-    finish_rows(context, x, rows, cols, nullptr, norm, eps);
+void norm_rows(Context& context, const NormArgs& args) {
+    finish_rows(context, args.x, args.rows, args.cols, nullptr, args.norm, args.eps);
 }
 
 inline void gate_result(float* result, const float* gates, int count, bool softplus) {
@@ -212,9 +228,8 @@ void attention_output(Context& context, const AttentionArgs& args) {
             gate_result(joined + (size_t)row * width, gates + (size_t)row * width, width, args.softplus);
         });
     }
-    const Acts acts = prepare(context, context.rows, joined, nullptr, args.rows, nullptr, 0, args.proj);
-    matmul(context, args.proj, acts, args.out);
-    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
+    linear(context, args.proj, joined, args.rows, args.out);
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.result_eps);
 }
 
 // A single row: projections, attention and its output are one list of tasks, so that threads meet once. Whoever ends a
@@ -225,21 +240,20 @@ inline void attention_of_row(Context& context, const AttentionArgs& args) {
     const int step = args.gated ? 2 * size : size, kept = args.projections - 1, parts = kept + per;
     float *line = scratch<float>(context.wide, args.qkv.rows), *joined = scratch<float>(context.joined, heads * size);
     float *keys = line + heads * step, *values = keys + groups * size;
-    Acts acts, results = reserve(context.inner, joined, 1, args.proj);
+    Acts results = reserve(context.inner, joined, 1, args.proj);
     begin_groups(context.inner, results);
+    RowInput input(args.qkv);
     const Attending attending(context, args, *args.spans, 0);
     const Shares shares(context, context.tasks, args.proj, 0);
     struct Group { Countdown projected, finished, attended; };
     Group* of = scratch<Group>(context.places, groups);
     const int pieces = attending.tasks_of_group();
     for (int g = 0; g < groups; g++) of[g] = {{parts}, {1}, {pieces}};
-    Countdown prepared = {1};
     const HeadRow row(args, 0);
     auto project = [&](int g, int part) {  // the keys, the values, or a head's queries
         const int column = part >= kept ? (g * per + part - kept) * step : heads * step + (part * groups + g) * size;
         const int count = part >= kept ? step : size;
-        prepared.wait(tile_at(args.qkv, column / 16));
-        multiply_tiles(args.qkv, column / 16, count / 16, acts, line);
+        input.multiply(column / 16, count / 16, line);
         for (int i = column; i < column + count && args.qkv_bias; i++) line[i] += args.qkv_bias[i];
         if (!of[g].projected.finish()) return;
         row.finish_group(g, line + g * per * step, step, keys + g * size, values + g * size);
@@ -258,16 +272,12 @@ inline void attention_of_row(Context& context, const AttentionArgs& args) {
         quantize_row(results, Runs(1), 0, result, g * per * size, per * size);
     };
     parallel(context, 1 + groups * (parts + pieces) + shares.count, [&](int task) {
-        if (task == 0) {
-            acts = prepare(context, context.rows, args.x, nullptr, 1, args.norm, args.eps, args.qkv);
-            prepared.finish();
-            return;
-        }
+        if (task == 0) return input.read(context, context.rows, args.x, args.norm, args.eps);
         if (--task < groups * parts) return project(task / parts, task % parts);
         if ((task -= groups * parts) < groups * pieces) return attend_piece(task / pieces, task);
         multiply_share(args.proj, shares.list[task - groups * pieces], results, args.out);
     });
-    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.post_eps);
+    finish_rows(context, args.out, args.rows, args.proj.rows, args.out_bias, args.post_norm, args.result_eps);
 }
 
 // Both steps of a layer.
@@ -311,12 +321,10 @@ inline void gate_rows(Context& context, const float* wide, int rows, int inner, 
 
 // Rows times the sigmoids of `gates`.
 inline void scale_rows(Context& context, float* out, int rows, int cols, const float* gates) {
-    parallel(context, (rows + 15) / 16, [&](int task) {
-        for (int row = task * 16; row < least(rows, task * 16 + 16); row++) {
-            const float factor = sigmoid1(gates[row]);
-            float* line = out + (size_t)row * cols;
-            for (int i = 0; i < cols; i++) line[i] *= factor;
-        }
+    each_row(context, rows, [&](int row) {
+        const float factor = sigmoid1(gates[row]);
+        float* line = out + (size_t)row * cols;
+        for (int i = 0; i < cols; i++) line[i] *= factor;
     });
 }
 
@@ -325,29 +333,24 @@ inline void scale_rows(Context& context, float* out, int rows, int cols, const f
 struct RowMlp {
     const MlpArgs& args;
     const Halves halves;
-    Acts acts, gated;
+    RowInput input;
+    Acts gated;
     int unit, count, *starts;  // tasks of gates and ups
-    Countdown prepared = {1};
 
     static bool fits(const MlpArgs& args, Halves& halves) {
         return has_gate(args.activation) && args.down.count && can_gate(args.gate_up, args.down, halves);
     }
     RowMlp(const Context& context, Context::Rows& inner, Scratch& tasks, const MlpArgs& args, const Halves& halves)
-        : args(args), halves(halves), gated(reserve(inner, nullptr, 1, args.down)), unit(gated_unit(args.down)) {
+        : args(args), halves(halves), input(args.gate_up), gated(reserve(inner, nullptr, 1, args.down)), unit(gated_unit(args.down)) {
         begin_groups(inner, gated);
         count = divide_gated(context, tasks, halves.gate.rows / 16, unit, false, starts);
     }
-    void read(Context& context, Context::Rows& memory) {
-        acts = prepare(context, memory, args.x, nullptr, 1, args.norm, args.eps, args.gate_up);
-        prepared.finish();
-    }
+    void read(Context& context, Context::Rows& memory) { input.read(context, memory, args.x, args.norm, args.eps); }
     void gate(int task) const {
         const Gated to = {gated, {args.activation, args.limit, args.gate_scale, args.curve}, args.down.hadamard, nullptr, nullptr};
         const int tile = starts[task], tiles = starts[task + 1] - tile;
-        prepared.wait(tile_at(halves.gate, tile));
-        with_layout(halves.gate.layout, [&](auto kind) {
-            if constexpr (decltype(kind)::PACKED) kind.multiply_gated(halves.gate, halves.up, tile, tiles, unit, acts, Runs(1), {0, 1}, to);
-        });
+        input.wait(tile);
+        multiply_gated(halves, tile, tiles, unit, input.acts, Runs(1), {0, 1}, to);
     }
 };
 
@@ -393,11 +396,16 @@ void norm_gated_mlp(Context& context, const MlpArgs& args) {
     if (joined && args.rows == 1 && !context.adapters.rows) mlp_of_row(context, args, halves);
     else mlp_of_rows(context, args, joined ? &halves : nullptr, gate);
     if (args.down.count == 0) return;
-    finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.post_eps);
+    finish_rows(context, args.out, args.rows, args.down.rows, nullptr, args.post_norm, args.result_eps);
     if (args.row_gate.count == 0) return;
     float* factors = scratch<float>(context.wide, args.rows);
     matmul(context, args.row_gate, prepare(context, context.rows, args.x, nullptr, args.rows, args.norm, args.eps, args.row_gate), factors);
     scale_rows(context, args.out, args.rows, args.down.rows, factors);
+}
+
+inline void cap_softly(float* x, int count, float most) {
+    const F16L cap = F16L::set1(most);
+    for (int i = 0; i < count; i += 16) store_some(tanh16(load_some(x + i, count - i) / cap) * cap, count - i, x + i);
 }
 
 // Logits are sensitive to rounding, and the head is limited by reading: 16-bit activations.
@@ -406,20 +414,11 @@ void head(Context& context, const HeadArgs& args) {
     const Acts acts = prepare(context, context.rows, args.x, args.wanted, args.count, args.norm, args.eps, args.weight, true);
     matmul(context, args.weight, acts, args.logits);
     if (args.softcap > 0) {
-        const F16L cap = F16L::set1(args.softcap);
         const int64_t total = (int64_t)args.count * args.weight.rows, piece = 8192;
         parallel(context, (int)((total + piece - 1) / piece), [&](int task) {
-            const int64_t end = least(total, (task + 1) * piece);
-            for (int64_t i = task * piece; i < end; i += 16) {
-                const int count = (int)least(end - i, (int64_t)16);
-                store_some(tanh16(load_some(args.logits + i, count) / cap) * cap, count, args.logits + i);
-            }
+            cap_softly(args.logits + task * piece, (int)least(piece, total - task * piece), args.softcap);
         });
     }
-}
-
-void linear(Context& context, const Stack& stack, const float* x, int rows, float* out) {
-    matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), out);
 }
 
 }  // namespace

@@ -8,7 +8,7 @@ void project_inputs(Context& context, const Stack& stack, const float* x, int ro
                     float* inputs) {
     const int cols = stack.rows, layers = cols / width;
     float* wide = scratch<float>(context.wide, (size_t)rows * cols);
-    matmul(context, stack, prepare(context, context.rows, x, nullptr, rows, nullptr, 0, stack), wide);
+    linear(context, stack, x, rows, wide);
     parallel(context, rows, [&](int row) {
         for (int layer = 0; layer < layers; layer++) {
             const size_t at = (size_t)row * cols + (size_t)layer * width;
@@ -22,15 +22,14 @@ void project_inputs(Context& context, const Stack& stack, const float* x, int ro
 void gate_inputs(Context& context, const InputArgs& args) {
     const int width = args.gate.rows;
     float* gates = scratch<float>(context.wide, (size_t)args.rows * width);
-    matmul(context, args.gate, prepare(context, context.rows, args.x, nullptr, args.rows, nullptr, 0, args.gate), gates);
+    linear(context, args.gate, args.x, args.rows, gates);
     float* gated = scratch<float>(context.gated, (size_t)args.rows * width);
     const Gate gate = {args.activation, INFINITY};
-    parallel(context, (args.rows + 15) / 16, [&](int task) {
-        for (int row = task * 16; row < least(args.rows, task * 16 + 16); row++)
-            gate_row(gates + (size_t)row * width, args.inputs + (size_t)row * args.stride + args.first, 0, width, gate, nullptr, nullptr,
-                     gated + (size_t)row * width);
+    each_row(context, args.rows, [&](int row) {
+        const float* inputs = args.inputs + (size_t)row * args.stride + args.first;
+        gate_row(gates + (size_t)row * width, inputs, 0, width, gate, nullptr, nullptr, gated + (size_t)row * width);
     });
-    matmul(context, args.proj, prepare(context, context.inner, gated, nullptr, args.rows, nullptr, 0, args.proj), args.out);
+    linear(context, args.proj, gated, args.rows, args.out);
     finish_rows(context, args.out, args.rows, args.proj.rows, nullptr, args.post_norm, args.eps);
 }
 
@@ -46,11 +45,11 @@ void read_streams(Context& context, const ConnectionArgs& args) {
         }
     });
     if (args.share.rows) {
-        matmul(context, args.share, prepare(context, context.rows, normed, nullptr, args.rows, nullptr, 0, args.share), args.shares);
+        linear(context, args.share, normed, args.rows, args.shares);
         for (int i = 0; i < args.rows * count; i++) args.shares[i] = 2.f * sigmoid1(args.shares[i] / (float)count);
     }
     float* narrow = scratch<float>(context.gated, (size_t)args.rows * rank);
-    matmul(context, args.down, prepare(context, context.rows, normed, nullptr, args.rows, nullptr, 0, args.down), narrow);
+    linear(context, args.down, normed, args.rows, narrow);
     parallel(context, args.rows, [&](int row) {
         float* line = narrow + (size_t)row * rank;
         for (int i = 0; i < rank; i += 16) {
@@ -59,7 +58,7 @@ void read_streams(Context& context, const ConnectionArgs& args) {
         }
     });
     float* gates = scratch<float>(context.wide, (size_t)args.rows * all);
-    matmul(context, args.up, prepare(context, context.inner, narrow, nullptr, args.rows, nullptr, 0, args.up), gates);
+    linear(context, args.up, narrow, args.rows, gates);
     parallel(context, args.rows, [&](int row) {
         const float *gate = gates + (size_t)row * all, *from = normed + (size_t)row * all;
         for (int i = 0; i < size; i += 16) {

@@ -9,14 +9,6 @@
 
 inline namespace LRT_SPACE {
 
-// Calls fn(row) for all rows.
-template <class Fn> inline void each_row(Context& context, int rows, Fn fn) {
-    constexpr int SHARE = 16;
-    parallel(context, (rows + SHARE - 1) / SHARE, [&](int task) {
-        for (int row = task * SHARE; row < least(rows, (task + 1) * SHARE); row++) fn(row);
-    });
-}
-
 // LayerNorm or RMSNorm of `size` elements; the padding after them is zeros and does not count.
 inline void norm_line(const float* x, const VisionArgs& args, float* out) {
     const int n = args.size, whole = n / 16 * 16;
