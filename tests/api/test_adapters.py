@@ -13,11 +13,7 @@ import pytest
 
 import localrt
 from localrt.cli import main
-from localrt.common.errors import (
-    MemoryBudgetError,
-    ModelNotFoundError,
-    OptionError,
-)
+from localrt.common.errors import MemoryBudgetError, ModelNotFoundError, OptionError
 from tests.inside import core_of, engine_of
 from tests.server.conftest import needs_kernels, serving
 
@@ -120,10 +116,7 @@ def test_batch_of_adapters(model: localrt.Model) -> None:
 
 @needs_kernels
 def test_the_adapter_that_was_idle_longest_leaves(
-    model: localrt.Model,
-    adapters: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    model: localrt.Model, adapters: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, room = engine_of(model), [0]
     third = Path(shutil.copytree(adapters["first"], tmp_path / "third"))

@@ -249,8 +249,7 @@ def one_by_one(model: localrt.Model, prompts: list[Any], **options: Any) -> list
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("options", "batch_size"),
-    [(GREEDY, None), ({**SAMPLED, "stop": ["e", "a"]}, 2)],
+    ("options", "batch_size"), [(GREEDY, None), ({**SAMPLED, "stop": ["e", "a"]}, 2)]
 )
 def test_batch_equals_generate(
     packed: localrt.Model, options: dict[str, Any], batch_size: int | None

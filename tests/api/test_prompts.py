@@ -42,9 +42,7 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[localrt.Model]
         yield model
 
 
-def test_limit_ends_thinking(
-    thinker: localrt.Model,
-) -> None:
+def test_limit_ends_thinking(thinker: localrt.Model) -> None:
     answer = thinker.generate("hi", thinking_tokens=7, **GREEDY)
     free = thinker.generate("hi", **GREEDY)
     close = thinker.tokenize(CLOSE)

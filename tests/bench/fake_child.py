@@ -79,10 +79,7 @@ class FakeEngine:
         pass
 
     def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
-        return {
-            "busy": {"gpu": 0.25, "link": 0.9},
-            "helps": "Busiest is the link to the GPU, 90%.",
-        }
+        return {"busy": {"gpu": 0.25, "link": 0.9}, "helps": "Busiest is the link to the GPU, 90%."}
 
     def trace_events(self) -> list[dict[str, Any]]:
         """One task for each generation so far, if weights are streamed."""

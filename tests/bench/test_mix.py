@@ -30,13 +30,7 @@ from localrt.bench.mix.mix import (
 from localrt.bench.mix.neighbours import NeighbourHandlers, RunningNeighbour
 from localrt.bench.mix.report import to_json, to_table
 from localrt.bench.mix.runner import Outcome, run_mix
-from localrt.bench.mix.servers import (
-    Client,
-    LlamaServer,
-    RunningServer,
-    Target,
-    TimedReply,
-)
+from localrt.bench.mix.servers import Client, LlamaServer, RunningServer, Target, TimedReply
 from localrt.client.servers import read_address
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.offload import hardware

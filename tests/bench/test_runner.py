@@ -26,14 +26,7 @@ from localrt.bench.process import ChildProcess
 from localrt.bench.report import to_chrome, to_json, to_table, write_trace
 from localrt.bench.runner import run_bench
 from localrt.bench.sweep import parse_sweep, run_sweep, swept
-from localrt.bench.workload import (
-    BenchOptions,
-    Outcome,
-    Result,
-    Skipped,
-    Workload,
-    make_prompts,
-)
+from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped, Workload, make_prompts
 from localrt.cli import bench, main
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.extras import install

@@ -423,14 +423,7 @@ def test_addresses(url: str, origin: str, base: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "localhost:8000",
-        "http://me:pw@h",
-        "http://[::1",
-        "http://h/\r\nX: y",
-    ],
+    "url", ["", "localhost:8000", "http://me:pw@h", "http://[::1", "http://h/\r\nX: y"]
 )
 def test_invalid_addresses(url: str) -> None:
     with pytest.raises(OptionError) as caught:

@@ -70,13 +70,7 @@ def test_same_text(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the bans are Linux'")
-@pytest.mark.parametrize(
-    "code",
-    [
-        "open('/etc/passwd').read()",
-        "__import__('socket').socket()",
-    ],
-)
+@pytest.mark.parametrize("code", ["open('/etc/passwd').read()", "__import__('socket').socket()"])
 def test_what_it_cannot_do(code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     runs_in_it(f"return {code}", monkeypatch)
     with pytest.raises((OptionError, StorageError)):

@@ -416,11 +416,7 @@ OTHERS: dict[str, tuple[bytes, list[str], list[str]]] = {
         ["gone"],
     ),
     "a.mhtml": (SAVED_PAGE, ["# Übersicht\n\n5 = five"], ["Blink", "color"]),
-    "a.rtf": (
-        RICH,
-        ["Café\nКвар\nBold text\n•\tdot\n☒\tbox\nC1|C2"],
-        ["Foo", "0089", "Arial"],
-    ),
+    "a.rtf": (RICH, ["Café\nКвар\nBold text\n•\tdot\n☒\tbox\nC1|C2"], ["Foo", "0089", "Arial"]),
     "a.eml": (
         MAIL,
         ["From: Jörg <j@x.example>", "Subject: Grüße", "Attachment: bill.pdf", "\n\nHallo Wörld"],

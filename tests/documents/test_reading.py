@@ -14,17 +14,7 @@ from PIL import Image
 from localrt import OptionError, Progress, StorageError, read_document
 from localrt.documents import kinds, reading
 from localrt.documents import pdf as pdfs
-from tests.documents.samples import (
-    NOTEBOOK,
-    RED,
-    WORD,
-    form,
-    one_page,
-    pdf,
-    scan,
-    stream,
-    turned,
-)
+from tests.documents.samples import NOTEBOOK, RED, WORD, form, one_page, pdf, scan, stream, turned
 
 DATA = Path(__file__).parent.parent / "data"
 WORD_TYPE = "application/vnd.openxmlformats-officedocument.wordprocessingml.document"

@@ -14,12 +14,7 @@ import pytest
 
 import localrt
 from localrt.common.settings import Settings
-from localrt.drafts.discovery import (
-    FamilyDraft,
-    find_family_draft,
-    find_head,
-    own_draft,
-)
+from localrt.drafts.discovery import FamilyDraft, find_family_draft, find_head, own_draft
 from localrt.drafts.selection import Drafts
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.options import Options

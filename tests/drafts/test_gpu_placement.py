@@ -30,10 +30,7 @@ from localrt.quant.cuda.ops import CudaOps
 from tests.inside import core_of
 from tests.ops.cuda.emulator import Emulator
 
-pytestmark = [
-    needs_kernels,
-    pytest.mark.usefixtures("given_rates"),
-]
+pytestmark = [needs_kernels, pytest.mark.usefixtures("given_rates")]
 
 LARGE, SMALL = "200MB", "1600kB"
 

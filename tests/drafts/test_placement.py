@@ -31,11 +31,7 @@ def find(
 ) -> PairPlan | None:
     budgets = Budgets(ram=ram, vram=vram, process=10 * MB, cuda_context=0)
     target = PlanRequest(
-        shape=TARGET,
-        machine=on or machine(gpu=True),
-        budgets=budgets,
-        ctx=CTX,
-        prefill_rows=32,
+        shape=TARGET, machine=on or machine(gpu=True), budgets=budgets, ctx=CTX, prefill_rows=32
     )
     return plan_pair(target, draft, draft_ctx=CTX, acceptance=acceptance)
 

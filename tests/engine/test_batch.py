@@ -25,14 +25,7 @@ from localrt.engine.sampling import Sampling
 from localrt.engine.types import Chunk
 from localrt.models.weight_store import GpuUse
 from tests.conftest import needs_kernels
-from tests.engine.fake_session import (
-    CTX,
-    KV,
-    PASS_ROWS,
-    VOCAB,
-    ScriptedEngine,
-    request,
-)
+from tests.engine.fake_session import CTX, KV, PASS_ROWS, VOCAB, ScriptedEngine, request
 from tests.engine.test_speculation import info_of
 from tests.models.tiny import tokens
 from tests.offload.placed import Model, pack_synthetic
@@ -40,11 +33,7 @@ from tests.waits import wait_for
 
 
 def run(
-    engine: Any,
-    requests: Sequence[Request],
-    *,
-    size: int | None = None,
-    room: int = 1 << 40,
+    engine: Any, requests: Sequence[Request], *, size: int | None = None, room: int = 1 << 40
 ) -> Iterator[Any]:
     return generate_batch(
         engine,

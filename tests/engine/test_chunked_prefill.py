@@ -9,12 +9,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.engine.batch.chunked_prefill import (
-    PassTimes,
-    PassTurns,
-    UnreadPrompt,
-    rows_of_pass,
-)
+from localrt.engine.batch.chunked_prefill import PassTimes, PassTurns, UnreadPrompt, rows_of_pass
 from tests.waits import wait_for
 
 CHAT, BACKGROUND = False, True

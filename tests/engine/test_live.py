@@ -13,12 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from localrt.common.errors import (
-    ContextOverflowError,
-    LocalrtError,
-    MemoryBudgetError,
-    OptionError,
-)
+from localrt.common.errors import ContextOverflowError, LocalrtError, MemoryBudgetError, OptionError
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits
 from localrt.engine.protocol import Engine

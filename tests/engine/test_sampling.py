@@ -168,8 +168,7 @@ def test_ends_middle(probs: tuple[float, ...], ends: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [{"temperature": -1}, {"top_p": 1.1}, {"logit_bias": {"a": 1.0}}, {"xtc_threshold": 2}],
+    "bad", [{"temperature": -1}, {"top_p": 1.1}, {"logit_bias": {"a": 1.0}}, {"xtc_threshold": 2}]
 )
 def test_bad_values(bad: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=next(iter(bad))):

@@ -160,10 +160,7 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("", 1)])
 def test_rm_asks_on_a_terminal(
-    answer: str,
-    status: int,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    answer: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call(pull_command, "org/tiny")
     monkeypatch.setattr("sys.stdin", Terminal(answer))

@@ -12,21 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from localrt.common.errors import (
-    HubError,
-    ModelNotFoundError,
-    OfflineError,
-    OptionError,
-)
+from localrt.common.errors import HubError, ModelNotFoundError, OfflineError, OptionError
 from localrt.common.progress import Progress
 from localrt.common.settings import Settings
-from localrt.hub import (
-    list_models,
-    names,
-    package_index,
-    remove_model,
-    resolve,
-)
+from localrt.hub import list_models, names, package_index, remove_model, resolve
 from tests.hub.server import FakeHub
 
 MODEL = b"GGUF demo" * 5000

@@ -21,13 +21,7 @@ from localrt.hub.files import (
     safetensors_model_files,
     variant_name,
 )
-from localrt.hub.names import (
-    KNOWN_MODELS,
-    HubRef,
-    client_name,
-    find_known,
-    parse_hub_ref,
-)
+from localrt.hub.names import KNOWN_MODELS, HubRef, client_name, find_known, parse_hub_ref
 from localrt.planning.models import shape_from_config
 from tests.conftest import needs_links
 from tests.hub.conftest import settings_at
@@ -54,15 +48,7 @@ def test_hub_names(text: str, expected: HubRef) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "name",
-        "org/name@../../x",
-        "a/b/c",
-        "org/na me",
-        "org/name:",
-        "../x/y",
-    ],
+    "text", ["name", "org/name@../../x", "a/b/c", "org/na me", "org/name:", "../x/y"]
 )
 def test_not_hub_names(text: str) -> None:
     assert parse_hub_ref(text) is None

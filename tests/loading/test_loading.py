@@ -81,10 +81,7 @@ def test_native(tmp_path: Path) -> None:
         assert len(model.generate("hi", max_tokens=4, ignore_eos=True).token_ids) == 4
 
 
-@pytest.mark.parametrize(
-    ("architecture", "weight_type"),
-    [("olmo", "F32"), ("llama", "Q1_0")],
-)
+@pytest.mark.parametrize(("architecture", "weight_type"), [("olmo", "F32"), ("llama", "Q1_0")])
 def test_unsupported_by_native(tmp_path: Path, architecture: str, weight_type: str) -> None:
     path = write_model(tmp_path / "m.gguf", architecture, weight_type)
     with pytest.raises(localrt.UnsupportedModelError, match=r"engine=.llamacpp") as caught:

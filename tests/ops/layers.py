@@ -277,12 +277,7 @@ def random_tensors(shape: Shape) -> dict[str, Floats]:
 class IndexedLayer:
     """One of ``SHAPES`` on an implementation. Rows go in and come out; caches hold two layers."""
 
-    def __init__(
-        self,
-        shape: Shape,
-        ops: Ops,
-        tensors: dict[str, Floats] | None = None,
-    ) -> None:
+    def __init__(self, shape: Shape, ops: Ops, tensors: dict[str, Floats] | None = None) -> None:
         self.spec, self.index, self.ops = shape.attention, shape.index, ops
         tensors = random_tensors(shape) if tensors is None else tensors
 

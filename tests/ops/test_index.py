@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
-from tests.ops.layers import (
-    SHAPES,
-    IndexedLayer,
-    Shape,
-    check_tree,
-    random_rows,
-    random_tensors,
-)
+from tests.ops.layers import SHAPES, IndexedLayer, Shape, check_tree, random_rows, random_tensors
 from tests.ops.oracles import read_in
 from tests.ops.test_native_matmul import ISAS
 

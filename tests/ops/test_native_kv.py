@@ -162,12 +162,7 @@ def cached(x: Doubles, kv_format: CacheFormat, *, bits: int) -> Doubles:
 
 
 def spec_of(
-    size: int = 64,
-    *,
-    heads: int = 4,
-    groups: int = 2,
-    rotary: int | None = None,
-    **options: Any,
+    size: int = 64, *, heads: int = 4, groups: int = 2, rotary: int | None = None, **options: Any
 ) -> AttentionSpec:
     half = (size if rotary is None else rotary) // 2
     rope = Rope(tuple(10000.0 ** -(n / half) for n in range(half)), 1.25) if half else None

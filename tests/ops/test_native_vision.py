@@ -9,11 +9,7 @@ from localrt.quant.choose import vision_steps
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.vision import NativeVision
 from localrt.quant.formats import unpack
-from localrt.quant.ops.vision import (
-    VisionActivation,
-    VisionSteps,
-    activate,
-)
+from localrt.quant.ops.vision import VisionActivation, VisionSteps, activate
 from tests.conftest import needs_kernels
 from tests.ops.packed import random_tensor
 from tests.ops.test_native_matmul import ISAS, quantized

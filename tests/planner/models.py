@@ -130,10 +130,7 @@ def shape(
 
 
 def planned(
-    shape: ModelShape,
-    machine: MachineProfile,
-    budgets: Budgets,
-    **options: Any,
+    shape: ModelShape, machine: MachineProfile, budgets: Budgets, **options: Any
 ) -> Forecast:
     """``make_plan``, with a request of these parts."""
     request = PlanRequest(shape=shape, machine=machine, budgets=budgets, **options)

@@ -22,10 +22,7 @@ from localrt.planning.forecast import Forecast, PlanRequest, placed_shape
 from localrt.planning.plan import explain, one_line
 from localrt.planning.search import fits, helpful_changes, least_ram
 from localrt.planning.simulate import RingModel, RingSlot, simulate
-from localrt.planning.solve import (
-    UnitClass,
-    arrange,
-)
+from localrt.planning.solve import UnitClass, arrange
 from tests.planner.models import MB, machine, planned, published, shape
 
 CODER = published("qwen2.5-coder-1.5b")
@@ -133,13 +130,7 @@ def test_kv_on_ssd() -> None:
     with pytest.raises(MemoryBudgetError, match="SSD fit"):
         planned(CODER, machine(), budgets, ctx=32_768, kv_format="int8")
     plan = planned(
-        CODER,
-        machine(),
-        budgets,
-        ctx=32_768,
-        kv_format="int8",
-        kv_on_ssd=True,
-        held=16_000,
+        CODER, machine(), budgets, ctx=32_768, kv_format="int8", kv_on_ssd=True, held=16_000
     )
     assert 0 < plan.placement.kv.count("ssd") < CODER.layers
     assert 0 < plan.prediction.full_context_tok_s < plan.prediction.tok_s
@@ -303,9 +294,7 @@ def serial(found: PassTime) -> float:
 
 
 @given(cases())
-def test_bounds(
-    case: tuple[Costs, Placement],
-) -> None:
+def test_bounds(case: tuple[Costs, Placement]) -> None:
     costs, placement = case
     passes = 4
     found = simulate(costs, placement, passes=passes, warm_up=0)
@@ -375,10 +364,7 @@ def test_experts_are_read_once_chosen() -> None:
     assert many.nbytes["ssd"] == pytest.approx(model.layers * 8 * one)
 
 
-@pytest.mark.parametrize(
-    ("layers", "visits"),
-    [("....", 0), (".CC.", 1), (".C.C", 2), ("mmmm", 4)],
-)
+@pytest.mark.parametrize(("layers", "visits"), [("....", 0), (".CC.", 1), (".C.C", 2), ("mmmm", 4)])
 def test_host_beside_a_gpu(layers: str, visits: int) -> None:
     """A millisecond a token, and 0.6 for each visit from the GPU, of an MLP (m) or of layers."""
     model = shape(layers=len(layers))

@@ -33,13 +33,7 @@ from localrt.planning.forecast import (
 from localrt.planning.machine import GPUS, typical_machine
 from localrt.planning.measure import Hardware, planned_hardware, with_gpu
 from localrt.planning.models import shape_from_config
-from localrt.planning.recommend import (
-    WhatRuns,
-    preview,
-    recommend,
-    recommend_on,
-    what_runs,
-)
+from localrt.planning.recommend import WhatRuns, preview, recommend, recommend_on, what_runs
 from localrt.planning.search import estimate, make_forecast, whole_nbytes
 from localrt.quant.cuda.gpu_cache import GpuCache
 from tests.cli.test_plan import config_folder

@@ -117,11 +117,7 @@ def status_of(port: int, path: str) -> int:
 
 @contextmanager
 def command(
-    folder: Path,
-    *args: str,
-    before: str = "",
-    log: Sequence[str] = ("--json",),
-    **environment: str,
+    folder: Path, *args: str, before: str = "", log: Sequence[str] = ("--json",), **environment: str
 ) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """``localrt serve`` in a process, which runs the code ``before`` it, and its port."""
     code = f"{before}\nfrom localrt.cli import main\nraise SystemExit(main())"

@@ -165,11 +165,7 @@ def test_what_is_no_json(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": [[1]] * 500_000},
-        {"prompt": ['\\",' * 1000, [{}] * 300_000]},
-    ],
+    "body", [{"prompt": [[1]] * 500_000}, {"prompt": ['\\",' * 1000, [{}] * 300_000]}]
 )
 def test_too_many_values(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(body).encode()

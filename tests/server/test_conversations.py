@@ -162,10 +162,7 @@ def test_branch(talking: Running, script: Script, file: Path) -> None:
     second = answered(talking, path, after=asked)
     assert second["alternatives"] == [first["id"], second["id"]]
     data = base64.b64encode(picture()).decode()
-    content = [
-        {"url": f"data:image/png;base64,{data}", "name": "p.png"},
-        {"text": "Two: x"},
-    ]
+    content = [{"url": f"data:image/png;base64,{data}", "name": "p.png"}, {"text": "Two: x"}]
     item = {"content": content, "folds": [[5, 6, "x, 1 B"]]}
     edited = ok(talking.request("POST", f"{path}/items", {**item, "after": ""}))
     assert len(edited["alternatives"]) == 2

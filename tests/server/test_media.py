@@ -226,10 +226,7 @@ def ask(server: Running, asked: tuple[str, Any], **fields: Any) -> tuple[int, An
         (in_responses({"type": "input_image", "image_url": data_uri(RED64)}), [("image", RED)]),
         (in_messages(source(RED64)), [("image", RED)]),
         (
-            (
-                "/v1/messages",
-                {"messages": [*CALL, looked(TEXT, source(RED64), source(BLUE64))]},
-            ),
+            ("/v1/messages", {"messages": [*CALL, looked(TEXT, source(RED64), source(BLUE64))]}),
             [("text", "a"), ("image", RED), ("image", BLUE)],
         ),
         (

@@ -185,10 +185,7 @@ HEAD = "Given a web search query, retrieve relevant passages that answer the que
 @pytest.fixture(params=["named", "embedder"])
 def ranking(request: pytest.FixtureRequest, model: localrt.Model) -> Iterator[Running]:
     """A server for a model that its files or its name call a reranker, or an embedding model."""
-    more = {
-        "named": {"name": "Qwen3-Reranker-0.6B"},
-        "embedder": {"pooling": "mean"},
-    }
+    more = {"named": {"name": "Qwen3-Reranker-0.6B"}, "embedder": {"pooling": "mean"}}
     info = model.info
     core_of(model).info = model.info = replace(info, **more[request.param])
     try:

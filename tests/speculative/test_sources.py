@@ -208,7 +208,7 @@ def test_drafted_ahead(decoder: Any) -> None:
         ),
         min_size=1,
         max_size=8,
-    ),
+    )
 )
 @example(  # a round of one node, which must not see its siblings
     steps=[
@@ -216,7 +216,7 @@ def test_drafted_ahead(decoder: Any) -> None:
         ("propose", 0, 1, False),
         ("propose", 0, 9, False),
         ("ahead", 1, 0, False),
-    ],
+    ]
 )
 def test_cancelled_anywhere(decoder: Any, steps: list[tuple[str, int, int, bool]]) -> None:
     """Whatever was prepared, given up or missed: the next tree is that of a new source."""

@@ -141,11 +141,7 @@ OUTSIDE = "lies in no file of this folder"
 @pytest.mark.parametrize(
     ("edit", "error", "message"),
     [
-        (
-            lambda _: {"localrt_store": 2},
-            UnsupportedModelError,
-            "of version 2.*update localrt",
-        ),
+        (lambda _: {"localrt_store": 2}, UnsupportedModelError, "of version 2.*update localrt"),
         (lambda _: {"layout": "tiles-32"}, UnsupportedModelError, "tiles-32"),
         *(
             (lambda u, n=name: {"units": first_unit(u, file=n)}, CheckpointError, OUTSIDE)

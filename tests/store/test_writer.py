@@ -11,11 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from localrt import system
-from localrt.common.errors import (
-    CheckpointError,
-    OptionError,
-    StorageError,
-)
+from localrt.common.errors import CheckpointError, OptionError, StorageError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store import pack_store, partial_folder
 from localrt.quant.formats.tiled import tile_tensor
@@ -65,10 +61,7 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, call: int, error: BaseException) ->
 
 
 def test_end_at_any_step(
-    source: SyntheticCheckpoint,
-    finished: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    source: SyntheticCheckpoint, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, ended = 0, True
     while ended:

@@ -36,14 +36,7 @@ from localrt.server import pool as pooling
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
 from tests.conftest import write_byte_tokenizer, write_tiny_model
-from tests.driver.inside.conftest import (
-    AT_ONCE,
-    Kernels,
-    StepByStep,
-    all_in_ram,
-    forget,
-    quantized,
-)
+from tests.driver.inside.conftest import AT_ONCE, Kernels, StepByStep, all_in_ram, forget, quantized
 from tests.driver.standin import Driver, image
 from tests.inside import core_of, engine_of
 from tests.models.tiny import CONFIGS, MIXTURES, random_model, save_tiny
@@ -365,11 +358,7 @@ def on_disk(folder: Path) -> bool:
     ],
 )
 def test_full_gpu(
-    gpu: Kernels,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    options: dict[str, Any],
+    gpu: Kernels, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any]
 ) -> None:
     """Conversations that take turns push each other out. They go on as if they had stayed, and read
     only what is new.

@@ -13,14 +13,7 @@ from localrt.models.decoder import Decoder
 from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import AT_ONCE, Kernels, made, on_gpu
-from tests.offload.placed import (
-    Model,
-    assert_same,
-    extend,
-    needs_kernels,
-    pack_synthetic,
-    tokens,
-)
+from tests.offload.placed import Model, assert_same, extend, needs_kernels, pack_synthetic, tokens
 
 pytestmark = [needs_kernels, pytest.mark.gpu]
 

@@ -12,16 +12,7 @@ from localrt.quant.cuda.device import emulate
 from localrt.quant.cuda.driver import count_gpus, device_of
 from localrt.quant.cuda.kv import BlockedCache
 from localrt.quant.cuda.products import TiledMatrix
-from localrt.quant.cuda.tensor import (
-    BFLOAT16,
-    FLOAT32,
-    INT16,
-    INT32,
-    INT64,
-    UINT8,
-    Tensor,
-    upload,
-)
+from localrt.quant.cuda.tensor import BFLOAT16, FLOAT32, INT16, INT32, INT64, UINT8, Tensor, upload
 from localrt.quant.formats import PackedTensor
 from localrt.quant.formats.tiled import tile
 from localrt.quant.ops.kv_formats import BLOCK_TOKENS

@@ -269,9 +269,7 @@ def test_rope_and_append(emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "size", "groups"),
-    [(5, 64, 2), (3, 80, 1), (66, 128, 1)],
-    ids=["few", "odd", "prompt"],
+    ("n", "size", "groups"), [(5, 64, 2), (3, 80, 1), (66, 128, 1)], ids=["few", "odd", "prompt"]
 )
 @pytest.mark.parametrize(("stored", "bound"), [("int8", 0.012), ("int4", 0.15)])
 def test_quantized_keys_and_values(

@@ -18,9 +18,7 @@ from localrt.quant.cuda.attention import (
     rope_program,
 )
 from localrt.quant.cuda.experts import grouped_program
-from localrt.quant.cuda.formats import (
-    format_macros,
-)
+from localrt.quant.cuda.formats import format_macros
 from localrt.quant.cuda.launch import LaunchShape, best_shape
 from localrt.quant.cuda.products import linear_program, many_program
 from localrt.quant.cuda.programs import Program, compile_program, machine_code
@@ -49,8 +47,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["int4-g32", "q6_k", *(pytest.param(n, marks=SLOW) for n in ("q8_0", "q4_k", "nvfp4"))],
+    "name", ["int4-g32", "q6_k", *(pytest.param(n, marks=SLOW) for n in ("q8_0", "q4_k", "nvfp4"))]
 )
 def test_registers(name: str) -> None:
     """Two blocks fit a processor, but for six bits at one row; nothing is spilled."""

@@ -27,9 +27,7 @@ from localrt.quant.cuda.gpu_cache import RATES, GpuCache, GpuRates
 from localrt.quant.cuda.measuring import gpu_rates
 from localrt.quant.cuda.memory import Pool, PoolBlock
 from localrt.quant.cuda.ops import CudaOps
-from localrt.quant.cuda.tensor import (
-    upload,
-)
+from localrt.quant.cuda.tensor import upload
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quant.ops.attention import AttentionSpec, LatentSpec, Rope
 from tests.ops.packed import random_tensor
@@ -144,11 +142,7 @@ LATENT = LatentSpec(
 @pytest.mark.parametrize(
     ("specs", "options", "found"),
     [
-        (
-            [],
-            {"device": "cuda:1"},
-            {"device": "cuda:1", "compute_format": "packed"},
-        ),
+        ([], {"device": "cuda:1"}, {"device": "cuda:1", "compute_format": "packed"}),
         ([], {"compute_format": "bf16"}, {"name": "torch", "compute_format": "bf16"}),
         ([heads_of(80)], {}, {"name": "cuda"}),
         ([heads_of(36)], {}, {"name": "torch"}),

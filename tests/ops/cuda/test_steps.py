@@ -23,12 +23,7 @@ from localrt.quant.formats import unpack
 from localrt.quant.formats.packed import Floats
 from localrt.quant.methods.rotation import block_hadamard
 from localrt.quant.ops.experts import ExpertActivation, ExpertSpec
-from localrt.quant.ops.vision import (
-    Heads,
-    PatchLayout,
-    VisionSteps,
-    activate,
-)
+from localrt.quant.ops.vision import Heads, PatchLayout, VisionSteps, activate
 from localrt.quant.reference.experts import gated
 from localrt.quant.reference.ops import TorchOps
 from tests.ops.cuda.target import DEVICE, back, by_torch, random, there
