@@ -16,7 +16,6 @@ from tests.ops.layers import SHAPES, IndexedLayer, Shape, check_tree, random_row
 from tests.ops.oracles import read_in
 from tests.ops.test_native_matmul import ISAS
 
-ROWS = 60
 FORMATS = ["bf16", "int8", "int4"]
 NAMES = sorted(SHAPES)
 ALL_LAYERS = st.sampled_from([(name, kv) for name in NAMES for kv in FORMATS])

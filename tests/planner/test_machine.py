@@ -169,7 +169,6 @@ def test_gpus_of_other_makers(
 
 
 PROFILE = DiskProfile(ReadMode(direct=True, threads=3, block=1 << 20), 2e9, 1e-10)
-RATES = {"ram_bytes_s": 3e10, "call_s": 1e-5, "attention": [1e-10, 1e-11]}
 
 
 class Measured:

@@ -46,7 +46,6 @@ from tests.offload.placed import (
 from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("gpu")]
-SLOW = pytest.mark.slow
 
 LONG = 70
 SHORT = LEAST_GPU_ROWS - 1

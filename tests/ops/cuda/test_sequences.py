@@ -24,7 +24,6 @@ from tests.ops.layers import tree_mask
 
 attend, rope_append = by_torch(attention.attend), by_torch(attention.rope_append)
 attend_latents = by_torch(attention.attend_latent_rows)
-latent_append = by_torch(attention.latent_append)
 
 HEADS, GROUPS, SIZE, ROPE = 6, 2, 32, 16
 HELD = (0, 1, 254, 255, 256, 511, 600)
