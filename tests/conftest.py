@@ -51,9 +51,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 first_opening.has_helpers = lambda: False
 confined.has_helpers = lambda: False  # likewise tests/documents/test_confined.py
 
-# Examples of `quick` and `full` (asked for by `.ci/run`) are the same in each run, so that a change
-# passes or fails by itself; `search` draws new ones. How long one takes depends on the machine.
-for _profile, _examples in (("quick", 12), ("full", 25), ("search", 1000)):
+# Usually a property's examples are the same in each run, so that a change passes or fails by itself;
+# `search` draws new ones. How long one takes depends on the machine.
+for _profile, _examples in (("usual", 12), ("search", 1000)):
     hypothesis.settings.register_profile(
         _profile,
         max_examples=_examples,
@@ -61,7 +61,7 @@ for _profile, _examples in (("quick", 12), ("full", 25), ("search", 1000)):
         deadline=None,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
-hypothesis.settings.load_profile("quick")
+hypothesis.settings.load_profile("usual")
 
 atexit.register(shutil.rmtree, os.environ["XDG_DATA_HOME"], ignore_errors=True)
 

@@ -131,6 +131,12 @@ TEMPLATES: dict[str, str] = {
         begin="<|{}|>",
         end="",
     ),
+    "Spark": chat(
+        each(
+            "<tool_call>{{ f.name }}{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>"
+            "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{% endfor %}</tool_call>"
+        )
+    ),
     "Seed-OSS": chat(
         each(
             "\n<seed:tool_call>\n<function={{ f.name }}>\n"
@@ -165,6 +171,18 @@ TEMPLATES: dict[str, str] = {
             between="\n",
         )
     ),
+    "Hunyuan": chat(
+        each(
+            "<tool_call:opensource>{{ f.name }}<tool_sep:opensource>\n"
+            + _pairs(
+                "<arg_key:opensource>{{ k }}</arg_key:opensource>\n"
+                f"<arg_value:opensource>{_JSON_TEXT}</arg_value:opensource>\n"
+            )
+            + "</tool_call:opensource>\n",
+            before="<tool_calls:opensource>\n",
+            after="</tool_calls:opensource>",
+        )
+    ),
     "Muse-Glimmer": chat(
         each(
             ' to={{ f.name }}<|message|><atem:function_calls>\n<atem:invoke name="{{ f.name }}">\n'
@@ -183,6 +201,7 @@ TEMPLATES: dict[str, str] = {
         begin="<|start|>{}",
         end="<|eot|>",
     ),
+    "DeepSeek V3.2": chat(_dsml("function_calls")),
     "DeepSeek V4": chat(_dsml("tool_calls")),
     "DeepSeek V3, R1": chat(
         each(
@@ -218,6 +237,7 @@ TEMPLATES: dict[str, str] = {
         ),
         think="{% if m.reasoning_content %}[THINK]{{ m.reasoning_content }}[/THINK]{% endif %}",
     ),
+    "Mistral, named": chat(each("[TOOL_CALLS]{{ f.name }}[ARGS]{{ f.arguments | tojson }}")),
     "Mistral, named and numbered": chat(
         each("[TOOL_CALLS]{{ f.name }}[CALL_ID]{{ c.id }}[ARGS]{{ f.arguments | tojson }}")
     ),
@@ -235,6 +255,27 @@ TEMPLATES: dict[str, str] = {
         ),
         text=("{% if m.content %}<|START_RESPONSE|>{{ m.content }}<|END_RESPONSE|>{% endif %}"),
     ),
+    "Command R+": chat(
+        each(
+            '    {\n        "tool_name": "{{ f.name }}",\n'
+            '        "parameters": {{ f.arguments | tojson(indent=4) }}\n    }',
+            before="\nAction:\n```json\n[\n",
+            between=",\n",
+            after="\n\n]```",
+        )
+    ),
+    "Apertus": chat(
+        each(
+            '{"{{ f.name }}": {{ f.arguments | tojson }}}',
+            before="<|tools_prefix|>[",
+            between=", ",
+            after="]<|tools_suffix|>",
+        ),
+        think=(
+            "{% if m.reasoning_content %}<|inner_prefix|>{{ m.reasoning_content }}"
+            "<|inner_suffix|>{% endif %}"
+        ),
+    ),
     "Apriel": chat(
         each(_JSON, before="\n<tool_calls>[", between=", ", after="]</tool_calls>"),
         think=(
@@ -242,14 +283,24 @@ TEMPLATES: dict[str, str] = {
             "\n[BEGIN FINAL RESPONSE]\n{% endif %}"
         ),
     ),
+    "Nemotron Nano": chat(each(_JSON, before="<TOOLCALL>[", between=", ", after="]</TOOLCALL>")),
     "FireFunction, Phi": chat(each(_JSON, before=" functools[", between=", ", after="]")),
     "Granite, Phi": chat(
         each(_JSON, before="<|tool_call|>[", between=", ", after="]<|/tool_call|>")
+    ),
+    "GigaChat": chat(
+        "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
+        "<|message_sep|>\n\nfunction call<|role_sep|>\n" + _JSON + "{% endif %}",
+        begin="{}<|role_sep|>\n",
+        end="<|message_sep|>\n\n",
     ),
     "Llama": chat(
         "{% if m.tool_calls %}{% set f = m.tool_calls[0].function %}"
         '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}{% endif %}',
         text="{{ m.content if not m.tool_calls }}",
+    ),
+    "functionary 3.1": chat(
+        each("{{ '<function=' + f.name + '>' + f.arguments + '</function>' }}")
     ),
     "functionary 3.2": chat(
         each("{{ f.name + '\n' + f.arguments }}", between=">>>"),
@@ -308,8 +359,11 @@ TEMPLATES: dict[str, str] = {
     ),
 }
 
-ALONE = frozenset(["Llama", "gpt-oss"])
-"""Those that write one call only, and no text beside it."""
+ALONE = frozenset(["GigaChat", "Llama", "gpt-oss"])
+"""Those that write one call only."""
+
+WORDLESS = frozenset(["Llama", "gpt-oss"])
+"""Those that write no text beside calls."""
 
 LEADS = {"Muse-Glimmer": " "}
 """Space before calls that belongs to them."""

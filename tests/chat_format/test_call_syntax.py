@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from localrt import split_thinking
 from localrt.chat_format.call_syntaxes import named_syntax
 from localrt.chat_format.chat_template import ChatTemplate
-from localrt.chat_format.json_schemas import ABSENT, accepted
+from localrt.chat_format.json_schemas import ABSENT, accepted, parameters_of
 from localrt.chat_format.messages import for_template
+from localrt.chat_format.notations import Notation
 from localrt.chat_format.parser import HarmonyParser, TextParser, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.thinking import thoughts_apart
@@ -25,6 +27,7 @@ from tests.chat_format.call_templates import (
     KINDS,
     TEMPLATES,
     UNWRITABLE,
+    WORDLESS,
     calling,
     chat,
     each,
@@ -33,7 +36,7 @@ from tests.chat_format.call_templates import (
 )
 
 _USER = {"role": "user", "content": "Hello?"}
-_ENDS = ("<|im_end|>\n", "[e~[\n", "<turn|>\n")
+_ENDS = ("<|im_end|>\n", "<|message_sep|>\n\n", "[e~[\n", "<turn|>\n")
 _ENDS += ("<|return|>", "<|end|>", "<|eot|>")
 
 _strings = st.text(
@@ -130,7 +133,7 @@ def test_what_a_template_writes_is_read_back(
     template, syntax = known(name)
     calls = calls[:1] if name in ALONE else calls
     assume(not unwritable(name, calls))
-    text = "" if name in ALONE else text
+    text = "" if name in WORDLESS else text
     thought = "" if "reasoning_content" not in TEMPLATES[name] else thought
     message = calling(*calls, text=text, ids=ids_of(name), reasoning_content=thought)
     tools = tools_of(calls)
@@ -143,6 +146,45 @@ def test_what_a_template_writes_is_read_back(
     assert (parts.thinking, parts.answer.strip()) == (thought, text)
     if name == "Kimi K2" or "CALL_ID" in answer:  # ids that are shown stay
         assert [call.id for call in parser.calls] == [c["id"] for c in message["tool_calls"]]
+
+
+class _Looked:
+    """A notation that counts the characters among which it looks for strings."""
+
+    characters = 0
+
+    def __init__(self, notation: Notation) -> None:
+        self.parse, self._is_open = notation.parse, notation.is_open
+
+    def is_open(self, text: str, *, inside: bool = False) -> bool:
+        self.characters += len(text)
+        return self._is_open(text, inside=inside)
+
+
+_FENCED = "in a fence"
+
+
+@pytest.mark.parametrize("name", [_FENCED, *KINDS])
+def test_ends_of_calls_within_strings_take_linear_time(name: str) -> None:
+    """Each character is looked at once, however many ends there are."""
+    template, syntax = known("Hermes, Qwen" if name == _FENCED else name)
+    notations = [_Looked(notation) for notation in syntax.calls.notations]
+    syntax = replace(syntax, calls=replace(syntax.calls, notations=tuple(notations)))
+    end = "```" if name == _FENCED else syntax.calls.closing.strip()
+    calls = [("weather", {"city": f'"{end}" \\' * 200 + end * 3})]
+    if not end or is_harmony(template.source) or unwritable(name, calls):
+        pytest.skip("calls have no end, or none that strings may have")
+    tools, message = tools_of(calls), calling(*calls, ids=ids_of(name))
+    answer, prompt = answer_of(template, syntax, message, tools)
+    if name == _FENCED:
+        answer = "See:\n" + answer.replace("<tool_call>", "```json").replace("</tool_call>", end)
+    for cuts in ([len(answer)], [1, 2, 3]):
+        parser = parser_of(template, syntax, tools, prompt)
+        fed(parser, answer, cuts)
+        assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == calls
+        assert all(notation.characters <= len(answer) for notation in notations)
+        for notation in notations:
+            notation.characters = 0
 
 
 def unwritable(name: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
@@ -163,6 +205,84 @@ def test_text_without_calls_stays_as_it_is(name: str, text: str, cuts: list[int]
     assert parser.calls == ()
 
 
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ending", ["", "\n", " <", "\n<to", ' {"na'])
+def test_no_split_of_a_stream_changes_an_answer(name: str, ending: str) -> None:
+    """Cut or not, wherever it ends and whatever is held back there."""
+    template, syntax = known(name)
+    call = ("weather", {"city": "a <b, c"})
+    tools = tools_of([call])
+    message = calling(call, text="" if name in WORDLESS else "Hi < you", ids=ids_of(name))
+    answer, prompt = answer_of(template, syntax, message, tools)
+
+    def read(pieces: Sequence[str], *, cut: bool) -> tuple[str, list[str]]:
+        parser = parser_of(template, syntax, tools, prompt)
+        shown = "".join([*map(parser.push, pieces)]) + parser.flush(cut=cut)
+        return shown, [call.arguments for call in parser.calls]
+
+    for end in (*range(0, len(answer), 19), len(answer)):
+        text = answer[:end] + ending
+        for cut in (False, True):
+            whole = read([text], cut=cut)
+            assert read(list(text), cut=cut) == whole
+            for at in range(max(1, len(text) - 20), len(text)):
+                assert read([text[:at], text[at:]], cut=cut) == whole
+
+
+@pytest.mark.parametrize(
+    ("thinking", "forced", "shown"),
+    [("<think>", True, "<think>\na <"), ("", False, "a <"), ("", True, "a")],
+)
+def test_one_character_at_the_end_of_an_answer(thinking: str, forced: bool, shown: str) -> None:
+    """It may begin a call, and is sure to only where there is nothing else to write."""
+    parser = TextParser(named_syntax(""), [tool("f")], thinking=thinking, forced=forced)
+    assert parser.push("a <") + parser.flush(cut=True) == shown
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("Qwen Coder, Qwen 3.5, Nemotron 3", '<tool_call>{"name": "f", "arguments": {"a": 1}}'),
+        (
+            "Hermes, Qwen",
+            "<tool_call><function=f><parameter=a>1</parameter></function></tool_call>",
+        ),
+        (
+            "Hermes, Qwen",
+            "<tool_call><function=f ><parameter=a >1</parameter></function></tool_call>",
+        ),
+        ("GLM", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'),
+        ("GLM", "<tool_call>f<arg_key> a </arg_key> <arg_value>1</arg_value></tool_call>"),
+        ("Hermes, Qwen", '{"name": "f", "arguments": {"a": 1}}'),
+        ("DeepSeek V3.2", '{0}<｜DSML｜parameter name="a" string="false">1</｜DSML｜parameter>{1}'),
+        ("Cohere's actions", '<|START_ACTION|>[{"tool_name": "f", "parameters": {"a": 1}}]'),
+        ("Gemma 4", "<|tool_call>call:f{ a: 1 }<tool_call|>"),
+        ("LFM 2.5", "<|tool_call_start|>[f(a=1)]"),
+    ],
+)
+def test_calls_in_other_words_are_read_too(name: str, text: str) -> None:
+    """What models write that is not quite what their templates do."""
+    invoke = '<｜DSML｜function_calls><｜DSML｜invoke name="f">'
+    text = (
+        text.format(invoke, "</｜DSML｜invoke></｜DSML｜function_calls>") if "{0}" in text else text
+    )
+    parser = TextParser(known(name)[1].calls, tools_of([("f", {"a": 1})]))
+    assert fed(parser, text, [3]) == ""
+    assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == [("f", {"a": 1})]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_half_a_call_is_text(name: str) -> None:
+    template, syntax = known(name)
+    message = calling(("weather", {"city": "Oslo"}), ids="functions.{}:{}")
+    tools = tools_of([("weather", {"city": "Oslo"})])
+    answer, prompt = answer_of(template, syntax, message, tools)
+    parser = parser_of(template, syntax, tools, prompt)
+    shown = fed(parser, answer[: answer.index("slo")], [4])
+    assert parser.calls == ()
+    assert "city" in shown
+
+
 # -- templates that tell little, or mean harm ------------------------------------------------------
 
 
@@ -170,6 +290,8 @@ def test_text_without_calls_stays_as_it_is(name: str, text: str, cuts: list[int]
     ("mark", "opening"),
     [
         ("<tool_call>", "<tool_call>"),
+        ("<|tool_calls_section_begin|>", "<|tool_calls_section_begin|>"),
+        ("<|tool_call|>", "<|tool_call|>"),
         ("<|tool_list_start|>", "<|tool_call_start|>"),
         ("nothing", "<tool_call>"),
     ],
@@ -194,8 +316,14 @@ def test_a_template_without_any_mark_is_known_by_the_models_own_tokens() -> None
     [
         "{{ raise_exception('no') }}",
         "{{ messages | tojson }}",
+        "{{ messages }}",
         "{% for i in range(10 ** 9) %}{{ i }}{% endfor %}",
+        "{% for m in messages %}{{ (m | string) * 100 }}{% endfor %}",
+        "{% for m in messages %}{{ m | string | reverse }}{% endfor %}",
+        chat("{{ m.tool_calls }}"),
+        chat("{{ m.tool_calls | tojson | upper }}"),
         chat("{{ (m.tool_calls | tojson) * 3 }}"),
+        chat("{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"),
         chat("{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}"),
         chat("{% for c in m.tool_calls or [] %}<<<<{{ c.function.name * 99 }}>>>>{% endfor %}"),
         chat("{% for c in m.tool_calls or [] %}{{ '(((((a+)+)+)+' }}{{ c }}{% endfor %}"),
@@ -250,6 +378,7 @@ def test_a_template_that_writes_calls_only_where_there_is_no_content() -> None:
     "call",
     [
         "<call>{{ f.name }}<args>{{ f.arguments | tojson }}</call>",
+        '<tool_call>[<invoke name="{{ f.name }}">{{ f.arguments | tojson }}</invoke>]</tool_call>',
         "{{ f.name }} with {{ f.arguments }}",
     ],
 )
@@ -263,6 +392,10 @@ def test_calls_of_an_unknown_kind_stay_text(call: str) -> None:
         assert parser.calls == ()
 
 
+def test_no_syntax_of_a_published_template_is_unknown() -> None:
+    assert not [name for name in TEMPLATES if known(name)[1].unknown]
+
+
 DEFS: dict[str, Any] = {
     "$defs": {
         "size": {"enum": ["s", "m", "10"]},
@@ -272,7 +405,8 @@ DEFS: dict[str, Any] = {
         **{f"d{n}": {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}] * 3} for n in range(30)},
         "d30": {"type": "integer"},
         "a/b": {"type": "boolean"},
-    }
+    },
+    "definitions": {"old": {"anyOf": [{"type": "number"}, {"type": "null"}]}},
 }
 STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "number", "null"))
 
@@ -282,50 +416,130 @@ STRING, INTEGER, NUMBER, NULL = ({"type": t} for t in ("string", "integer", "num
     [
         # Text stays text.
         (STRING, "5", "5"),
+        (STRING, '{"a": 1}', '{"a": 1}'),
+        (STRING, "", ""),
         (STRING, "None", "None"),
+        ({"enum": ["1", "true"]}, "1", "1"),
         ({"enum": ["1", 2]}, "1", "1"),
         ({"enum": ["1", 2]}, "2", 2),
         ({"const": "null"}, "null", "null"),
+        ({"$ref": "#/$defs/size"}, "10", "10"),
         ({"allOf": [{"$ref": "#/$defs/size"}], "description": "x"}, "10", "10"),
         ({"anyOf": [{"$ref": "#/$defs/size"}, NULL]}, "10", "10"),
         # Numbers.
+        (INTEGER, "5", 5),
         (INTEGER, " 5.0 ", 5),
         (INTEGER, "5.5", 5.5),
         (NUMBER, "5.0", 5.0),
+        (NUMBER, "5", 5),
+        (NUMBER, "1e3", 1000.0),
         (INTEGER, "five", "five"),
         (NUMBER, "1e999", "1e999"),
+        ({"type": "array"}, "[1, -1e999]", "[1, -1e999]"),
         (INTEGER, "", ABSENT),
         (INTEGER, "None", ABSENT),
         ({"$ref": "#/$defs/count"}, "5.0", 5),
         ({"allOf": [NUMBER, INTEGER]}, "5.0", 5),
+        ({"type": "number", "enum": [1, 2]}, "2.0", 2),
+        ({"enum": [1, 2]}, "2", 2),
         ({"const": 7}, "7", 7),
         # With null.
         ({"anyOf": [INTEGER, NULL]}, "5.0", 5),
         ({"oneOf": [INTEGER, NULL]}, "None", None),
+        ({"type": ["integer", "null"]}, "null", None),
         ({"type": ["integer", "null"]}, "", None),
         ({"type": "integer", "nullable": True}, "null", None),
+        ({"$ref": "#/definitions/old"}, "2.5", 2.5),
         ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, "5", "5"),
         ({"type": ["string", "null"]}, "", ""),
         # Several types.
         ({"type": ["string", "integer"]}, "5", 5),
+        ({"type": ["string", "number"]}, "5", 5),
         ({"type": ["string", "integer"]}, "5.5", "5.5"),
         ({"anyOf": [{"type": "array"}, STRING]}, '["a"]', ["a"]),
         # Truth.
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, "false", False),
         ({"type": "boolean"}, "FALSE", False),
         ({"$ref": "#/$defs/a~1b"}, "True", True),
         # Lists and objects.
         ({"type": "array"}, "[1, 'a', None]", [1, "a", None]),
+        ({"type": "object"}, '{"a": true}', {"a": True}),
         ({"properties": {"a": INTEGER}}, "{'a': True}", {"a": True}),
+        ({"type": "array"}, "", ABSENT),
         # Nothing is said, or nothing that can be read.
         ({}, "5", 5),
+        (True, "x", "x"),
+        ({}, "", ""),
         ({"$ref": "#/$defs/loop"}, "5", 5),
         ({"$ref": "#/$defs/nowhere"}, "x", "x"),
         # Many ways lead to the same schema.
         ({"$ref": "#/$defs/tree"}, "5", 5),
         ({"$ref": "#/$defs/d0"}, "5.0", 5),
+        ({"$ref": "https://example.org/s.json"}, "x", "x"),
+        ({"anyOf": [INTEGER, {}]}, "x", "x"),
         ({"type": 3, "enum": "x", "anyOf": {}}, "x", "x"),
     ],
 )
 def test_text_is_read_as_the_schema_says(schema: Any, text: str, value: Any) -> None:
     found = accepted(schema, DEFS).read(text)
     assert found is value if value is ABSENT else (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize(
+    ("schema", "properties", "required"),
+    [
+        ({"properties": {"a": STRING}, "required": ["a", "b"]}, {"a"}, {"a"}),
+        ({"$ref": "#/$defs/o", "$defs": {"o": {"properties": {"a": STRING}}}}, {"a"}, set()),
+        (
+            {
+                "allOf": [
+                    {"properties": {"a": STRING}, "required": ["a"]},
+                    {"properties": {"b": STRING}},
+                ]
+            },
+            {"a", "b"},
+            {"a"},
+        ),
+        ({"anyOf": [{"properties": {"a": STRING}, "required": ["a"]}, {}]}, {"a"}, set()),
+        (None, set(), set()),
+        ([1], set(), set()),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#"}], "properties": {"a": STRING}}, {"a"}, set()),
+    ],
+)
+def test_parameters_wherever_they_stand(schema: Any, properties: set[str], required: Any) -> None:
+    found, needed = parameters_of(schema)
+    assert (set(found), needed) == (properties, required)
+
+
+PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "size": {"$ref": "#/$defs/size"},
+        "count": {"anyOf": [{"$ref": "#/$defs/count"}, NULL]},
+        "note": {"type": ["string", "null"]},
+    },
+    "required": ["size"],
+    **DEFS,
+}
+
+
+CODER = (
+    "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n<parameter=count>\n3.0\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+GLM = (
+    "<tool_call>f\n<arg_key>size</arg_key>\n<arg_value>10</arg_value>\n"
+    "<arg_key>count</arg_key>\n<arg_value>3.0</arg_value>\n</tool_call>"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("Qwen Coder, Qwen 3.5, Nemotron 3", CODER), ("Hermes, Qwen", CODER), ("GLM", GLM)],
+)
+def test_calls_have_the_types_of_their_tools(name: str, text: str) -> None:
+    parser = parser_of(*known(name), [tool("f", parameters=PARAMETERS)], "")
+    assert fed(parser, text, [7]) == ""
+    assert [json.loads(call.arguments) for call in parser.calls] == [{"size": "10", "count": 3}]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,17 @@ from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate, Pla
 from localrt.chat_format.histories import HistoryRenderer
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.common.errors import TemplateError
-from tests.chat_format.call_templates import calling
+from tests.chat_format.call_templates import calling, tool
+
+_WHERE = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "description": "Where."}},
+    "required": ["city"],
+}
+TOOLS = [
+    tool(name, description=f"It does {name}.", parameters=_WHERE)
+    for name in ("weather_now", "clock_time")
+]
 
 
 def system(number: int, role: str = "system") -> dict[str, Any]:
@@ -49,7 +61,7 @@ def result(number: int) -> dict[str, Any]:
     }
 
 
-_BAD = {"nothing": "", "cut off": '{"city": "Oslo1'}
+_BAD = {"nothing": "", "null": "null", "list": "[]", "string": '"x"', "cut off": '{"city": "Oslo1'}
 
 HISTORIES: dict[str, list[dict[str, Any]]] = {
     "usual": [system(1), user(1), assistant(1), user(2)],
@@ -57,7 +69,9 @@ HISTORIES: dict[str, list[dict[str, Any]]] = {
     "system twice": [system(1), system(2), user(1), assistant(1), user(2)],
     "system late": [system(1), user(1), assistant(1), system(2), user(2)],
     "system late only": [user(1), assistant(1), system(1), user(2)],
+    "system last": [system(1), user(1), assistant(1), user(2), system(2)],
     "system between": [system(1), user(1), system(2), assistant(1), user(2)],
+    "systems late": [user(1), assistant(1), system(1), user(2), assistant(2), system(2), user(3)],
     "developer": [system(1, "developer"), user(1), assistant(1), user(2)],
     "developer late": [system(1), user(1), assistant(1), system(2, "developer"), user(2)],
     "system and developer": [system(1), system(2, "developer"), user(1), assistant(1), user(2)],
@@ -65,6 +79,7 @@ HISTORIES: dict[str, list[dict[str, Any]]] = {
     "assistants in a row": [user(1), assistant(1), assistant(2), user(2)],
     "assistant first": [assistant(1), user(1), assistant(2), user(2)],
     "system, assistant": [system(1), assistant(1), user(1)],
+    "assistant last": [user(1), assistant(1)],
     "empty answer": [user(1), {"role": "assistant", "content": ""}, user(2)],
     "no answer": [user(1), {"role": "assistant", "content": None}, user(2)],
     "call": [system(1), user(1), calls(1), result(1)],
@@ -73,6 +88,7 @@ HISTORIES: dict[str, list[dict[str, Any]]] = {
     "calls in turn": [user(1), calls(1), result(1), calls(2), result(2), assistant(1), user(2)],
     "two calls": [user(1), calls(1, 2), result(1), result(2), assistant(1), user(2)],
     "user behind a result": [user(1), calls(1), result(1), user(2)],
+    "system behind a result": [user(1), calls(1), result(1), system(1), user(2)],
     "system before a result": [user(1), calls(1), system(1), result(1)],
     "call without a result": [user(1), calls(1), user(2)],
     "result without a call": [user(1), result(1), assistant(1), user(2)],
@@ -175,6 +191,7 @@ KINDS: dict[str, MessageTemplate] = {
             + "{% else %}{{ m.content }}{% endif %}]"
         )
     ),
+    "quoted": ChatTemplate(turns(tool="[t {{ m.content | tojson }}]")),
     "plain": PlainTemplate(),
 }
 
@@ -202,6 +219,9 @@ def brief(text: str) -> str:
 RIGHT = {
     "any role": """
         system late -> [system S1] [user Q1] [assistant A1] [system S2] [user Q2] [assistant
+        developer -> [system S1] [user Q1] [assistant A1] [user Q2] [assistant
+        users in a row -> [system S1] [user Q1] [user Q2] [assistant A1] [user Q3] [user Q4]
+            [assistant
         call -> [system S1] [user Q1] [assistant CALL(weather_now Oslo1)] [user RESULT(R1)]
             [assistant
         result first -> [tool R1] [assistant A1] [user Q2] [assistant
@@ -210,6 +230,8 @@ RIGHT = {
         system twice -> [s S1+S2] [u Q1] [a A1] [u Q2] [a
         system late -> [s S1] [u Q1] [a A1] [u S2] [u Q2] [a
         system between -> [s S1] [u Q1] [u S2] [a A1] [u Q2] [a
+        system last -> [s S1] [u Q1] [a A1] [u Q2] [u S2] [a
+        developer -> [s S1] [u Q1] [a A1] [u Q2] [a
         developer late -> [s S1] [u Q1] [a A1] [u S2] [u Q2] [a
         system and developer -> [s S1+S2] [u Q1] [a A1] [u Q2] [a
         users in a row -> [s S1] [u Q1] [u Q2] [a A1] [u Q3] [u Q4] [a
@@ -221,20 +243,25 @@ RIGHT = {
             A1] [u Q2] [a
     """,
     "developers": """
+        developer -> [d S1] [u Q1] [a A1] [u Q2] [a
         developer late -> [s S1] [u Q1] [a A1] [d S2] [u Q2] [a
         system and developer -> [s S1] [d S2] [u Q1] [a A1] [u Q2] [a
     """,
     "alternating": """
+        system alone -> [s S1] [a
         system twice -> [s S1+S2] [u Q1] [a A1] [u Q2] [a
         system late -> [s S1] [u Q1] [a A1] [u S2+Q2] [a
+        systems late -> [u Q1] [a A1] [u S1+Q2] [a A2] [u S2+Q3] [a
         system between -> [s S1] [u Q1+S2] [a A1] [u Q2] [a
         users in a row -> [s S1] [u Q1+Q2] [a A1] [u Q3+Q4] [a
         assistants in a row -> [u Q1] [a A1+A2] [u Q2] [a
         assistant first -> [u (The assistant begins.)] [a A1] [u Q1] [a A2] [u Q2] [a
+        system, assistant -> [s S1] [u (The assistant begins.)] [a A1] [u Q1] [a
         call -> [s S1] [u Q1]<weather_now Oslo1> [t R1] [a
         two calls -> [u Q1]<weather_now Oslo1><clock_time Oslo2> [t R1] [t R2] [a A1] [u Q2] [a
         call with words -> [u Q1] [a A1+CALL(weather_now Oslo1)] [u RESULT(R1)] [a A2] [u Q2] [a
         user behind a result -> [u Q1]<weather_now Oslo1> [t R1] [a (No answer.)] [u Q2] [a
+        system behind a result -> [u Q1]<weather_now Oslo1> [t R1] [a (No answer.)] [u S1+Q2] [a
         call without a result -> [u Q1] [a CALL(weather_now Oslo1)] [u Q2] [a
         result without a call -> [u Q1+RESULT(R1)] [a A1] [u Q2] [a
         everything -> [s S1+S2] [u (The assistant begins.)] [a A1] [u Q1] [a A2+CALL(weather_now
@@ -243,20 +270,30 @@ RIGHT = {
     """,
     "no system": """
         usual -> [u S1+Q1] [a A1] [u Q2] [a
+        system alone -> [u S1] [a
+        system twice -> [u S1+S2+Q1] [a A1] [u Q2] [a
         system late -> [u S1+Q1] [a A1] [u S2+Q2] [a
+        developer late -> [u S1+Q1] [a A1] [u S2+Q2] [a
         users in a row -> [u S1+Q1+Q2] [a A1] [u Q3+Q4] [a
         system, assistant -> [u S1] [a A1] [u Q1] [a
         call -> [u S1+Q1] [a CALL(weather_now Oslo1)] [u RESULT(R1)] [a
         two calls -> [u Q1] [a CALL(weather_now Oslo1)+CALL(clock_time Oslo2)] [u
             RESULT(R1)+RESULT(R2)] [a A1] [u Q2] [a
+        user behind a result -> [u Q1] [a CALL(weather_now Oslo1)] [u RESULT(R1)+Q2] [a
+        result first -> [u RESULT(R1)] [a A1] [u Q2] [a
         everything -> [u S1+S2] [a A1] [u Q1] [a A2+CALL(weather_now Oslo1)] [u
             RESULT(R1)+S3+Q2+Q3] [a A3+CALL(weather_now Oslo2)] [u RESULT(R2)] [a A4] [u S4+Q4] [a
     """,
     "last system": """
         system twice -> [s S1+S2] [u Q1] [a A1] [u Q2] [a
+        system late -> [s S1] [u Q1] [a A1] [u S2] [u Q2] [a
+        system and developer -> [s S1+S2] [u Q1] [a A1] [u Q2] [a
+        developer late -> [s S1] [u Q1] [a A1] [u S2] [u Q2] [a
         system late only -> [s ] [u Q1] [a A1] [u S1] [u Q2] [a
     """,
     "no tools": """
+        call -> [s S1] [u Q1] [a CALL(weather_now Oslo1)] [u RESULT(R1)] [a
+        call with words -> [u Q1] [a A1+CALL(weather_now Oslo1)] [u RESULT(R1)] [a A2] [u Q2] [a
         two calls -> [u Q1] [a CALL(weather_now Oslo1)+CALL(clock_time Oslo2)] [u RESULT(R1)] [u
             RESULT(R2)] [a A1] [u Q2] [a
         result without a call -> [u Q1] [u RESULT(R1)] [a A1] [u Q2] [a
@@ -267,12 +304,19 @@ RIGHT = {
             [u Q2] [a
     """,
     "ids alone": """
+        calls in turn -> [u Q1] [a <functions.weather_now:0 Oslo1>] [t R1] [a
+            <functions.weather_now:1 Oslo2>] [t R2] [a A1] [u Q2] [a
         two calls -> [u Q1] [a <functions.weather_now:0 Oslo1><functions.clock_time:1 Oslo2>] [t
             R1] [t R2] [a A1] [u Q2] [a
     """,
     "calls without content": """
         call, no content -> [u Q1] [a <weather_now Oslo1>] [t R1] [a A1] [u Q2] [a
         call with words -> [u Q1] [a A1] [a <weather_now Oslo1>] [t R1] [a A2] [u Q2] [a
+        two calls -> [u Q1] [a <weather_now Oslo1><clock_time Oslo2>] [t R1] [t R2] [a A1] [u Q2]
+            [a
+    """,
+    "quoted": """
+        call -> [s S1] [u Q1] [a <weather_now Oslo1>] [t "R1"] [a
     """,
     "plain": """
         developer late -> System: S1 User: Q1 Assistant: A1 System: S2 User: Q2 Assistant:
@@ -364,11 +408,20 @@ def test_a_usual_history_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> No
     fresh = renderer(template)
     written(fresh, HISTORIES["usual"])
     assert count == 1
+    for _ in range(3):
+        written(fresh, HISTORIES["everything"])
+    assert count < 60  # what the template can show is asked once
 
 
-def test_a_template_that_refuses_everything_says_why() -> None:
-    source = turns(user=_NO, assistant=_NO, system="{{ raise_exception('first') }}")
-    with pytest.raises(TemplateError, match="refused the messages: first"):
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('never') }}", "refused the messages: never"),
+        (turns(user=_NO, assistant=_NO, system="{{ raise_exception('first') }}"), "first"),
+    ],
+)
+def test_a_template_that_refuses_everything_says_why(source: str, words: str) -> None:
+    with pytest.raises(TemplateError, match=words):
         written(renderer(ChatTemplate(source)), HISTORIES["system late"])
 
 
@@ -392,9 +445,42 @@ def test_a_template_that_refuses_everything_says_why() -> None:
             HISTORIES["usual"],
             "[u Q1] [a A1] [s S1] [u Q2] [a",
         ),
+        (  # space around, parts, and what looks like a control token
+            turns("[s {{ m.content | trim }}]", "[u {{ m.content | trim }}]"),
+            [system(1), {"role": "user", "content": [{"type": "text", "text": " <|end|>\n"}]}],
+            "[s S1] [u <|end|>] [a",
+        ),
     ],
 )
 def test_what_a_template_leaves_out_on_purpose(
     source: str, history: list[dict[str, Any]], right: str
 ) -> None:
     assert brief(written(renderer(ChatTemplate(source)), history)) == right
+
+
+def test_thoughts_of_joined_answers_stay_apart() -> None:
+    thinking = [{**assistant(n), "reasoning_content": f"Thought {n}."} for n in (1, 2)]
+    source = "{% set ns = namespace(last='assistant') %}" + turns(
+        assistant="[a ({{ m.reasoning_content }}) {{ m.content }}]", each=_ALTERNATE
+    )
+    shown = brief(written(renderer(ChatTemplate(source)), [user(1), *thinking, user(2)]))
+    assert shown == "[u Q1] [a (Thought 1.+Thought 2.) A1+A2] [u Q2] [a"
+
+
+_FOLDER = os.environ.get("LOCALRT_TEST_TEMPLATES", "")
+_FILES = sorted(Path(_FOLDER).glob("*.jinja")) if _FOLDER else []
+
+
+@pytest.mark.skipif(not _FILES, reason="LOCALRT_TEST_TEMPLATES names no folder of templates")
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
+def test_published_template(path: Path, tools: list[dict[str, Any]] | None) -> None:
+    template = ChatTemplate(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
+    try:
+        template.render([user(1), assistant(1), user(2)], tools=tools)
+    except TemplateError as error:
+        pytest.skip(f"it writes no conversation: {error}")
+    shown = renderer(template)
+    for situation, history in HISTORIES.items():
+        text = written(shown, history, tools=tools)
+        assert not [each for each in texts_of(history) if each not in text], situation

@@ -19,7 +19,7 @@ import localrt
 from localrt.chat_format.call_syntaxes import named_syntax
 from localrt.chat_format.chat_template import ChatTemplate, PlainTemplate
 from localrt.chat_format.messages import Offers, arguments_of, for_template
-from localrt.chat_format.notations import JsonCalls, PythonCalls
+from localrt.chat_format.notations import Framed, JsonArguments, JsonCalls, PythonCalls
 from localrt.chat_format.parser import CallSyntax, HarmonyParser, TextParser
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.thinking import thoughts_apart
@@ -40,36 +40,54 @@ WEATHER = tool(
     },
 )
 PARIS = {"city": "Paris", "days": 2}
+_PARIS = json.dumps(PARIS)
 _JSON = json.dumps({"name": "weather", "arguments": PARIS})
 _LLAMA = json.dumps({"name": "weather", "parameters": PARIS})
 _CODER = (
     "<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
     "<parameter=days>\n2\n</parameter>\n</function>"
 )
+_GLM = (
+    "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
+)
 
 # The mark or the name of a template, what its model writes, and what of it is shown.
 SPELLINGS: dict[str, tuple[str, str, str]] = {
+    "hermes": ("<tool_call>", f"Let me see.\n<tool_call>\n{_JSON}\n</tool_call>", "Let me see.\n"),
     "qwen-thinking": (
         "<tool_call>",
         f"<think>I use <tool_call>.</think>\n<tool_call>\n{_JSON}\n</tool_call>\n",
         "<think>I use <tool_call>.</think>\n",
     ),
+    "qwen-coder": ("<tool_call>", f"<tool_call>\n{_CODER}\n</tool_call>", ""),
     "qwen-coder, forgotten ends": (
         "<tool_call>",
         "<tool_call><function=weather>\n<parameter=city>\nParis\n<parameter=days>\n2\n"
         "</function></tool_call>",
         "",
     ),
+    "glm": ("<tool_call>", f"<tool_call>{_GLM}</tool_call>", ""),
     "not closed": ("<tool_call>", f"<tool_call>\n{_JSON}", ""),
+    "qwen, fenced": ("<tool_call>", f"```json\n{_JSON}\n```", ""),
     "qwen, fenced after words": ("<tool_call>", f"I look:\n\n```json\n{_JSON}\n```", "I look:"),
     "qwen, fenced before words": ("<tool_call>", f"```json\n[{_JSON}]\n```\nI look.", "I look."),
     "qwen-coder, no opening": ("<tool_call>", f"I look.\n{_CODER}\n</tool_call>", "I look."),
     "qwen-coder, no marks": ("<tool_call>", f"I look.\n{_CODER}\n", "I look."),
+    "llama": ("<|python_tag|>", _LLAMA, ""),
+    "llama, fenced after words": ("<|python_tag|>", f"So:\n```json\n{_LLAMA}\n```", "So:"),
     "llama, space first": ("<|python_tag|>", f"\n\n{_LLAMA}", ""),
     "llama, marked": ("<|python_tag|>", f"<|python_tag|>{_LLAMA}", ""),
     "llama, built in": ("<|python_tag|>", '<|python_tag|>weather.call(city="Paris", days=2)', ""),
     "llama, python": ("<|python_tag|>", '[weather(city="Paris", days=2)]', ""),
-    "mistral": ("[TOOL_CALLS]", f"So:[TOOL_CALLS] [{_JSON}]", "So:"),
+    "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}]", ""),
+    "mistral, named": ("[TOOL_CALLS]", f"So:[TOOL_CALLS]weather[ARGS]{_PARIS}", "So:"),
+    "mistral, numbered": (
+        "[TOOL_CALLS]",
+        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{_PARIS}",
+        "",
+    ),
+    "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
     "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
     "gemma": ("tool_code", '```tool_code\nprint(weather("Paris", days=2))\n```', ""),
 }
@@ -109,19 +127,54 @@ def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
+        ("<tool_call>", f"<tool_call>\n{_JSON}\n</tool_call>\n<tool_call>\n{_JSON}\n</tool_call>"),
+        ("<|python_tag|>", f"{_LLAMA}; {_LLAMA}"),
+        ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}, {_JSON}]"),
+        ("[TOOL_CALLS]", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}' * 2),
+    ],
+)
+def test_several_calls(template: str, text: str) -> None:
+    reader = TextParser(syntax_of(template), [WEATHER])
+    shown, calls = read(reader, iter(text))
+    assert calls == [("weather", PARIS)] * 2
+    assert shown.strip() == ""
+    assert len({call.id for call in reader.calls}) == 2
+
+
+def test_a_fence_within_a_fenced_call() -> None:
+    call = json.dumps({"name": "weather", "arguments": {"city": "```json\n{}\n```"}})
+    for cuts in range(1, 9):
+        text = f"So:\n```json\n{call}\n``` See."
+        parts = (text[at : at + cuts] for at in range(0, len(text), cuts))
+        shown, calls = read(TextParser(named_syntax("<tool_call>"), [WEATHER]), parts)
+        assert calls == [("weather", {"city": "```json\n{}\n```"})]
+        assert "".join(shown.split()) == "So:See."
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
         ("<tool_call>", "<tool_call>\n{not json}\n</tool_call> and more"),
         ("<tool_call>", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
+        ("<tool_call>", '<tool_call>{"name": "weather", "argum'),
         ("<tool_call>", "a < b, <tool and <tool_"),
+        ("<tool_call>", "<tool_call>nonsense</tool_call>"),
         ("<tool_call>", "<tool_call><function=weather>\n<parameter=city>\nPar"),
         ("<tool_call>", 'So:\n```json\n{"name": "unknown", "arguments": {}}\n``` is a call.'),
+        ("<tool_call>", 'So:\n```json\n{"name": "weather", "argum'),
         ("<tool_call>", 'So:\n```json\n{"name": "x"}\n```\n\n```python\n1\n```\n'),
         ("<tool_call>", "So:\n```json\n[1]\n``` and <function=other>\n</function>."),
+        ("<tool_call>", "So: <function=weather>\n<parameter=city>\nPar"),
         ("<|python_tag|>", '{"answer": 42}'),
         ("<|python_tag|>", '{"name": "unknown", "parameters": {}}'),
+        ("<|python_tag|>", '{"name": "weather", '),
+        ("<|python_tag|>", "[1, 2, 3]"),
         ("<|python_tag|>", "<|python_tag|>import os\nos.remove('/')"),
         ("[TOOL_CALLS]", "[TOOL_CALLS] nonsense"),
         ("DeepSeek V3.1", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
+        ("FireFunction, Phi", "functools[1]"),
         ("FireFunction, Phi", "The module functools is fine."),
+        ("tool_code", "```tool_code\nx = 1\n```"),
         ("tool_code", "```tool_code\nweather(__import__('os'))\n```"),
     ],
 )
@@ -139,6 +192,18 @@ def test_any_text_survives(text: str, cuts: list[int]) -> None:
     for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
         shown, calls = read(TextParser(syntax_of(template), [WEATHER]), pieces(text, cuts))
         assert calls or shown == text
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<|channel|>commentary to=functions.weather<|message|>{oops", "{oops"),
+        ('{"a": 1}', '{"a": 1}'),
+    ],
+)
+def test_what_is_no_call_in_a_channel_stays_text(text: str, shown: str) -> None:
+    for parts in (text, [text]):
+        assert read(HarmonyParser(), iter(parts)) == (shown, [])
 
 
 def test_thinking_that_the_prompt_has_opened() -> None:
@@ -170,11 +235,12 @@ def test_messages_for_templates() -> None:
         "name": "weather",
     }
     assert messages[1]["tool_calls"][0]["function"]["arguments"] == '{"a":1}'  # not changed
-    kept = for_template([calling(("f", '{ "a":1}'))], arguments_as_text=True)
-    assert kept[0]["tool_calls"][0]["function"]["arguments"] == '{ "a":1}'  # as it was written
+    as_text = for_template(shaped, arguments_as_text=True)
+    assert json.loads(as_text[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
     same = ToolCall("c1", "weather", '{"a":1}')
     again = for_template([{"role": "assistant", "content": "", "tool_calls": [same]}])
     assert again[0]["tool_calls"] == shaped[1]["tool_calls"]
+    assert for_template([{"role": "assistant", "content": "x", "tool_calls": None}])
     assert for_template([{"role": "assistant", "tool_calls": ["odd"], "content": ""}])
     thought = thoughts_apart([{"role": "assistant", "content": "<think>Hm.</think>Yes."}])
     assert thought[0].items() >= {"content": "Yes.", "thinking": "Hm."}.items()
@@ -188,12 +254,16 @@ NESTED = '{"a":' + "[" * 100_000
     ("given", "right"),
     [
         ('{"a": 1}', {"a": 1}),
-        *[(nothing, {}) for nothing in ("", "null", None, [])],
+        ({"a": 1}, {"a": 1}),
+        *[(nothing, {}) for nothing in ("", "  ", "null", None, "[]", [], '""', "{}")],
         (CUT, {"arguments": CUT}),
         (NESTED, {"arguments": NESTED}),
         ('"x"', {"arguments": '"x"'}),
+        ("[1]", {"arguments": "[1]"}),
         ([1], {"arguments": "[1]"}),
+        ("7", {"arguments": "7"}),
         ('{"a": 1e999}', {"arguments": '{"a": 1e999}'}),  # infinite: no JSON spells it
+        ('{"a": NaN}', {"arguments": '{"a": NaN}'}),
     ],
     ids=lambda value: repr(value)[:30],
 )
@@ -206,6 +276,30 @@ def test_arguments_in_a_history(given: Any, right: dict[str, Any]) -> None:
     assert json.loads(text[1]["tool_calls"][0]["function"]["arguments"]) == right
     if isinstance(given, str):
         assert arguments_of(ToolCall("c", "f", given)) == right
+    by_key = "{% for k, v in f.arguments.items() %}{{ k }}={{ v }};{% endfor %}"
+    read = "{% set args = f.arguments %}{% if args is string %}{% set args = args | from_json %}"
+    read += "{% endif %}{{ args | tojson }}"
+    calls = "{% for c in messages[1].tool_calls %}{% set f = c.function %}BODY{% endfor %}"
+    keys, whole = (ChatTemplate(calls.replace("BODY", body)) for body in (by_key, read))
+    assert keys.render(values) == "".join(f"{key}={value};" for key, value in right.items())
+    assert [json.loads(whole.render(each)) for each in (values, text)] == [right, right]
+
+
+def test_arguments_that_are_json_text_stay_as_they_were_written() -> None:
+    shaped = for_template([calling(("f", '{ "a":1}'))], arguments_as_text=True)
+    assert shaped[0]["tool_calls"][0]["function"]["arguments"] == '{ "a":1}'
+
+
+@pytest.mark.parametrize(
+    "mark", ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "FireFunction, Phi"]
+)
+@pytest.mark.parametrize("nothing", ['""', "null", "[]", "{}", '" "'])
+def test_a_call_with_nothing_for_arguments(mark: str, nothing: str) -> None:
+    call = f'{{"name": "weather", "arguments": {nothing}}}'
+    functools = mark == "FireFunction, Phi"
+    text = f"functools[{call}]" if functools else f"{mark}{call}"
+    reader = TextParser(syntax_of(mark), [WEATHER])
+    assert read(reader, iter(text)) == ("", [("weather", {})])
 
 
 # -- with a model --------------------------------------------------------------------------------
@@ -240,10 +334,17 @@ def test_a_stream_says_what_to_call(model: localrt.Model) -> None:
     cut = model.generate("?", tools=[WEATHER], regex=SAYS_CALL, max_tokens=20)
     assert (cut.finish_reason, cut.tool_calls) == ("length", ())
     assert cut.text == "Hm."
-    with pytest.raises(localrt.OptionError, match="tools must be a list"):
-        model.stream("?", tools=["weather"])  # type: ignore[list-item]
+    plain = model.generate("?", regex=SAYS_CALL)
+    assert "<tool_call>" in plain.text
+    assert plain.finish_reason == "stop"
     (answer,) = model.generate_batch(["?"], tools=[WEATHER], regex=SAYS_CALL)
     assert (answer.text, answer.tool_calls[0].name) == ("Hm.", "weather")
+
+
+@pytest.mark.parametrize("tools", [["weather"], "weather", [WEATHER, None]])
+def test_tools_that_are_none(model: localrt.Model, tools: Any) -> None:
+    with pytest.raises(localrt.OptionError, match="tools must be a list"):
+        model.stream("?", tools=tools)
 
 
 def test_a_chat_goes_on_with_results(model: localrt.Model) -> None:
@@ -282,6 +383,60 @@ def test_calls_are_saved_with_a_chat(model: localrt.Model, tmp_path: Path) -> No
     assert chat.send("never mind the call", max_tokens=2, ignore_eos=True).text
 
 
+def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    folder = write_tiny_model(tmp_path, template=template)
+    messages: list[Any] = [{"role": "user", "content": "x"}, calling(("f", {"a": 1}))]
+    with localrt.load(folder) as model:
+        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xf{"a": 1}'
+
+
+def test_a_template_that_opens_thinking(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>"
+        "{% endfor %}<think>\n"
+    )
+    folder = write_tiny_model(tmp_path, template=template)
+    with localrt.load(folder) as model:
+        options: dict[str, Any] = {"max_tokens": 5, "temperature": 0, "ignore_eos": True}
+        answer = model.generate("hi", **options)
+        assert answer.text.startswith("<think>\n")
+        assert localrt.split_thinking(answer.text).open
+        assert not model.generate("hi", raw=True, **options).text.startswith("<think>")
+        assert model.generate("hi", regex="no").text == "no"
+
+
+def test_what_hands_over_to_a_tool_ends_an_answer(tmp_path: Path) -> None:
+    """gpt-oss' files do not always say that ``<|call|>`` does."""
+    folder = write_tiny_model(
+        tmp_path,
+        template="<|channel|><|message|>{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
+    names = ["<|call|>", "<|channel|>", "<|message|>"]
+    file = folder / "tokenizer.json"
+    for name, old in zip(names, ["w", "x", "y"], strict=True):  # the vocabulary keeps its size
+        data = json.loads(file.read_text("utf-8"))
+        number = data["model"]["vocab"].pop(old)
+        data["model"]["vocab"][name] = number
+        special = {"id": number, "content": name, "special": True}
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        data["added_tokens"].append({**special, **flags})
+        data["added_tokens"].sort(key=lambda token: token["id"])
+        file.write_text(json.dumps(data))
+    with localrt.load(folder) as model:
+        call = model.tokenizer.token_id("<|call|>")
+        assert call in model.tokenizer.special_ids
+        bias = {call: 1000.0}
+        answer = model.generate("hi", logit_bias=bias, max_tokens=5)
+        assert (answer.finish_reason, answer.token_ids) == ("stop", ())
+        raw = model.generate("hi", raw=True, logit_bias=bias, max_tokens=5)
+        assert raw.finish_reason == "length"
+
+
 LONE, WHOLE = r'"x\ud83d y \ud83d\ude00"', "x\ufffd y \U0001f600"
 
 
@@ -290,6 +445,7 @@ LONE, WHOLE = r'"x\ud83d y \ud83d\ude00"', "x\ufffd y \U0001f600"
     [
         (JsonCalls(), f'{{"name": "weather", "arguments": {{"city": {LONE}}}}}'),
         (PythonCalls(), f'weather(city={LONE[:8]} y \U0001f600")'),
+        (Framed("", r"\s*", "", JsonArguments()), f'weather {{"city": {LONE}}}'),
     ],
 )
 def test_a_lone_surrogate_in_arguments_is_replaced(notation: Any, text: str) -> None:
@@ -299,7 +455,7 @@ def test_a_lone_surrogate_in_arguments_is_replaced(notation: Any, text: str) -> 
     assert call.arguments.encode("utf-8")
 
 
-NAMES = ["get weather", "a/b:c", "天気 予報", "n" * 300, "<a>"]
+NAMES = ["weather", "get weather", "a/b:c", "météo", "天気 予報", "x.y-z", "1st", "n" * 300, "<a>"]
 STRING = {"type": "object", "properties": {"city": {"type": "string"}}}
 STRICT = (  # As some published templates: a description, and one type for each property.
     "{% for t in tools or [] %}{{ t.function.name + t.function.description }}"
@@ -318,7 +474,9 @@ def prompt_of(requests: RequestBuilder, messages: Any, tools: Any) -> str:
     return requests.tokenizer.decode(ids, skip_special=False)
 
 
-@pytest.mark.parametrize("template", ["Hermes, Qwen", "GLM", "Kimi K2"])
+@pytest.mark.parametrize(
+    "template", ["Hermes, Qwen", "GLM", "Kimi K2", "LFM 2.5", "Mistral, named"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tool_of_any_name_is_called_by_it(builder: Any, template: str, name: str) -> None:
     pytest.importorskip("llguidance")
@@ -351,8 +509,11 @@ def offer_of(tools: Any, template: str = STRICT) -> Any:
     [
         ([tool("f", parameters=None)], [("f", [])]),
         ([tool("f")], [("f", [])]),
+        ([tool("f", parameters={})], [("f", [])]),
         ([tool("f", parameters=STRING, description=None)], [("f", ["city"])]),
         ([{"name": "f", "parameters": STRING}], [("f", ["city"])]),
+        ([{"type": "function", "name": "f", "parameters": STRING}], [("f", ["city"])]),
+        ([{"function": {"name": "f"}}], [("f", [])]),
         (
             [MappingProxyType(tool("f", parameters=MappingProxyType(STRING))["function"])],
             [("f", ["city"])],
@@ -377,16 +538,18 @@ def test_tools_of_any_shape_are_shown(tools: Any, functions: Any) -> None:
 @pytest.mark.parametrize(
     "template",
     [
+        CHATML,
         "{# tools #}" + CHATML,
         "{% if tools %}{{ raise_exception('no') }}{% endif %}" + CHATML,
         PlainTemplate(),
     ],
-    ids=["none, though it says tools", "refused", "no template"],
+    ids=["none", "none, though it says tools", "refused", "no template"],
 )
 @pytest.mark.parametrize(
     "messages",
     [
         [{"role": "user", "content": "Hi"}],
+        [{"role": "system", "content": "Rules."}, {"role": "user", "content": "Hi"}],
         [{"role": "developer", "content": [{"type": "text", "text": "Rules."}]}],
     ],
 )
