@@ -22,6 +22,7 @@ from benchmarks.claims import claims_table
 from benchmarks.common.command import RESULTS, ROOT
 from benchmarks.common.record import Record, markdown_table, versions_of
 from benchmarks.cpu.__main__ import cpu_table, times
+from benchmarks.drafts import drafts_table
 from benchmarks.offload import offload_table
 from benchmarks.quality.__main__ import quality_table
 from benchmarks.waits import waits_table
@@ -54,6 +55,7 @@ def headline_table() -> str:
 _TABLES: dict[str, Callable[[Record], str]] = {
     "claims": claims_table,
     "cpu": cpu_table,
+    "drafts": drafts_table,
     "offload": offload_table,
     "quality": quality_table,
     "waits": waits_table,

@@ -51,8 +51,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 first_opening.has_helpers = lambda: False
 confined.has_helpers = lambda: False  # likewise tests/documents/test_confined.py
 
-# Usually a property's examples are the same in each run, so that a change passes or fails by itself;
-# `search` draws new ones. How long one takes depends on the machine.
+# Usually a property's examples are the same in each run, so that a change passes or fails by
+# itself; `search` draws new ones. How long one takes depends on the machine.
 for _profile, _examples in (("usual", 12), ("search", 1000)):
     hypothesis.settings.register_profile(
         _profile,
