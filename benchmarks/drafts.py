@@ -29,6 +29,23 @@ from localrt.common.formatting import format_rate
 _Answer = tuple[str, float, float]  # text, tokens per second, tokens per pass
 
 
+def prompts_of(file: Path, first: int) -> list[str]:
+    """The first prompts of a file.
+
+    Raises:
+        ValueError: a line has none, or there is no line.
+    """
+    lines = file.read_text("utf-8").splitlines()[:first]
+    try:
+        found = map(json.loads, lines)
+        prompts = [str(line["prompt"] if "prompt" in line else line["turns"][0]) for line in found]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file}: a line has no prompt: {error!r}") from None
+    if not prompts:
+        raise ValueError(f"{file} has no lines")
+    return prompts
+
+
 def answers(model: Path, prompts: Sequence[str], tokens: int, draft: str) -> list[list[_Answer]]:
     """Without and with drafts, the answers of a newly loaded model, behind one that warms up."""
     found: dict[str, list[_Answer]] = {"off": [], draft: []}
@@ -84,14 +101,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--first", type=int, default=8, help="prompts (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=128, help="(default: %(default)s)")
     args = parser.parse_args(arguments)
+    if args.draft == "off":
+        parser.error("--draft off is what drafts are compared with")
+    try:
+        prompts = {file.stem: prompts_of(file, args.first) for file in args.prompts}
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     about = {"runs": args.runs, "first": args.first}
     results = Results(args.json, command.cited_command("drafts", arguments), **about)
     model = command.find_model(args.model)
-    for file in args.prompts:
-        lines = map(json.loads, file.read_text("utf-8").splitlines()[: args.first])
-        prompts = [line["prompt"] if "prompt" in line else line["turns"][0] for line in lines]
-        name = f"{args.model}, {file.stem}"
-        results.put(compare(name, (model, prompts, args.tokens, args.draft), args.runs))
+    for kind, texts in prompts.items():
+        job = (model, texts, args.tokens, args.draft)
+        results.put(compare(f"{args.model}, {kind}", job, args.runs))
     print(drafts_table(results.record))
     return 0
 

@@ -97,3 +97,15 @@ def test_a_figure_that_no_file_holds(
     page.write_text("<!-- table: cpu-abacus -->\n<!-- end -->\n")
     with pytest.raises(SystemExit, match=r"cpu-abacus\.json, which is not in"):
         tables.main(["--check"])
+
+
+@pytest.mark.parametrize("text", ["", "{}", "x", "[1]", "7", '{"turns": []}'])
+def test_a_file_without_prompts(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (file := tmp_path / "chat.jsonl").write_text(text, encoding="utf-8")
+    main = import_module("benchmarks.drafts").main  # brings the engine
+    with pytest.raises(SystemExit) as done:
+        main([str(file)])
+    assert done.value.code == 2
+    assert str(file) in capsys.readouterr().err.splitlines()[-1]

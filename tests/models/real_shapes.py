@@ -35,6 +35,7 @@ _MOST_NBYTES = 6 * 10**9
 _SIX_BITS = ("token_embd.weight", "output.weight")
 _PLAIN = ("_norm.weight", "gate_inp.weight", "conv1d.weight", "shortconv.conv.weight")
 _SECTIONS = {"qwen35": [11, 11, 10, 0]}  # of M-RoPE, which the shapes leave out
+_ATTENTION = ("attention", "full_attention")  # kinds that files cannot do without
 
 
 def write_random(
@@ -44,6 +45,10 @@ def write_random(
     known = json.loads(_KNOWN.read_text("utf-8"))[shape]
     if layers is None:
         layers = _as_many(known)
+    kinds = known.get("layer_types", [])
+    least = 1 + max((kinds.index(kind) for kind in _ATTENTION if kind in kinds), default=0)
+    if layers < least:
+        raise SystemExit(f"{shape} needs --layers {least} or more: it attends there first")
     architecture, config, tensors = _tensors(known, layers)
     keys = gguf_keys(architecture, config, absorbed=True)
     metadata: dict[str, Any] = {f"{architecture}.{key}": value for key, value in keys.items()}

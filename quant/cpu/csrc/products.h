@@ -9,7 +9,7 @@
 inline namespace LRT_SPACE {
 
 constexpr int PREFETCH = 4096;  // bytes; farther ahead than the hardware prefetches, worth a third of decode speed
-// To L2, as L1 allows too few lines in flight: worth 2 to 14 % of decode speed on a Xeon with AVX2 and AVX-512, and 25 %
+// To L2, as L1 allows too few lines in flight: worth 2 to 13 % of decode speed on a Xeon with AVX2 and AVX-512, and 25 %
 // with four 8-bit rows on AMX.
 constexpr int PREFETCH_INTO = 2;
 
