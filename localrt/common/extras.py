@@ -15,6 +15,7 @@ EXTRAS = {
     "torch": "torch",
     "quantize": "torch scipy",
     "llamacpp": "llama-cpp-python",
+    "ray": "ray[data]",
 }
 
 
