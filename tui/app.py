@@ -30,6 +30,7 @@ from textual.worker import Worker
 import localrt
 from localrt import History, Settings, system
 from localrt.common.errors import CancelledError, LocalrtError
+from localrt.history.presets import Defaults, PresetsFile
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.chat.bars import Phase
 from localrt.tui.chat.message_queue import FRAME_SECONDS
@@ -37,9 +38,9 @@ from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.screen import ChatScreen
 from localrt.tui.chat.thumbnails import Graphics, find_graphics
 from localrt.tui.conversation.generation import BackgroundTask, loading
-from localrt.tui.conversation.state import ChatState, Defaults
+from localrt.tui.conversation.state import ChatState
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
-from localrt.tui.preferences import PreferencesFile, PresetsFile
+from localrt.tui.preferences import PreferencesFile
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, Palette, TooSmall, ask
 from localrt.tui.terminal import copied_by_tool, keep_draft, take_draft, write_report
 from localrt.tui.text import clean, explained, one_line, pasted, short_name

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from localrt.common.files import user_path
+from localrt.engine.option_help import OPTION_HELP
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.mentions import as_mention, open_mention
-from localrt.tui.text import OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ _TABLE = (
     Entry("panel", "", "show or hide the live panel: memory, disk, speed"),
     Entry(
         *("export", "[PATH]", "save as Markdown, or JSON for a .json"),
-        lambda chat, path: f"Saved to {chat.exporter.export(chat.conversation, path)}",
+        lambda chat, path: f"Saved to {chat.export(path)}",
         plain=True,
         path=True,
         slow=True,
@@ -185,7 +185,7 @@ def suggestions(text: str) -> list[Suggestion]:
         return []
     items: list[Suggestion] = []
     if name == "set" and " " not in argument:
-        items = [Suggestion(f"/set {o} ", o) for o in sorted(OPTIONS) if o.startswith(argument)]
+        items = [Suggestion(f"/set {o} ", o) for o in sorted(OPTION_HELP) if o.startswith(argument)]
     elif entry.path and argument:
         items = [Suggestion(f"/{name} {path}", path) for path in _files(argument)]
     if len(items) == 1 and items[0].line.rstrip() == text.rstrip():

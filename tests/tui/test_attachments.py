@@ -18,6 +18,7 @@ from localrt import History, KeptPicture, OptionError, system
 from localrt.common.errors import StorageError
 from localrt.documents import index, reading
 from localrt.documents.kinds import Page
+from localrt.history.export import Exporter
 from localrt.history.pictures import new_picture
 from localrt.tui import ChatApp
 from localrt.tui.chat.thumbnails import Thumbnail, cells
@@ -29,7 +30,6 @@ from localrt.tui.conversation.attachments import (
     read_attachment,
     read_folds,
 )
-from localrt.tui.conversation.export import Exporter
 from localrt.tui.loading_line import WorkLine
 from localrt.tui.mentions import dropped, with_mentions
 from tests.documents.samples import RED, pdf
@@ -320,8 +320,8 @@ async def test_export(seeing: FakeModel, photo: Path, tmp_path: Path) -> None:
     async with running(seeing) as (app, pilot):
         await asked(pilot, f'@"{photo}" What is it? @"{photo}"')
         conversation = app.state.conversation
-        Exporter().export(conversation, str(tmp_path / "my chat.md"))
-        Exporter().export(conversation, str(tmp_path / "chat.json"))
+        Exporter().export(conversation, conversation.turns, str(tmp_path / "my chat.md"))
+        Exporter().export(conversation, conversation.turns, str(tmp_path / "chat.json"))
         await screen.say(pilot, f"/load {tmp_path / 'chat.json'}")
         await until(pilot, lambda: app.state.conversation is not conversation)
         (turn, _) = app.state.conversation.turns

@@ -16,6 +16,7 @@ from textual.pilot import Pilot
 
 from localrt import History
 from localrt.common.errors import OptionError
+from localrt.engine.option_help import OPTION_HELP
 from localrt.engine.options import OPTION_NAMES
 from localrt.tui import ChatApp
 from localrt.tui.chat.composer import edited
@@ -33,7 +34,7 @@ from localrt.tui.mentions import as_mention, mentions
 from localrt.tui.plain import PlainChat
 from localrt.tui.screens.dialogs import Choose, help_page
 from localrt.tui.terminal import PasteParser
-from localrt.tui.text import OPTIONS, pasted
+from localrt.tui.text import pasted
 from tests.tui import screen
 from tests.tui.conftest import asked, running, until
 from tests.tui.fakes import FakeModel
@@ -64,7 +65,7 @@ def test_tables_of_commands_and_options() -> None:
         assert entry.run or hasattr(PlainChat, f"_do_{entry.name}")
     not_in_the_app = {"context_tokens", "logprobs", "min_indent", "line_seconds"}
     not_in_the_app |= {"tool_choice", "parallel_tool_calls"}
-    assert set(OPTIONS) == set(OPTION_NAMES) - not_in_the_app
+    assert set(OPTION_HELP) == set(OPTION_NAMES) - not_in_the_app
     text = help_page().plain
     assert all(entry.usage in text for entry in COMMANDS)
     assert "Ctrl+O" in text

@@ -18,9 +18,9 @@ from localrt import History, Settings
 from localrt.chat import ChatSession
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
+from localrt.history.presets import Preset
 from localrt.tui import ChatApp
 from localrt.tui.conversation.state import ChatState
-from localrt.tui.preferences import Preset
 from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
 from tests.conftest import needs_kernels
 from tests.mutations import changed, is_line

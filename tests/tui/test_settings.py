@@ -13,16 +13,17 @@ from textual.widgets import Input, OptionList, Static, TextArea
 
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.settings import Settings
+from localrt.engine.option_help import OPTION_HELP
+from localrt.history.presets import Defaults, Preset, PresetsFile
 from localrt.hub.names import expand_alias, write_alias
 from localrt.mcp.config import read_servers
 from localrt.tui import ChatApp
 from localrt.tui.chat.panel import LivePanel
-from localrt.tui.conversation.state import Defaults, Session
+from localrt.tui.conversation.state import Session
 from localrt.tui.keys import chosen_keys
-from localrt.tui.preferences import PreferencesFile, Preset, PresetsFile
+from localrt.tui.preferences import PreferencesFile
 from localrt.tui.screens.dialogs import Ask, HelpScreen
 from localrt.tui.screens.settings import PickTheme, SettingsScreen
-from localrt.tui.text import OPTIONS
 from localrt.tui.themes import offered
 from tests.conftest import needs_links
 from tests.mcp.test_config import GOOD as SERVERS
@@ -265,7 +266,7 @@ async def typed(pilot: Pilot[None], text: str) -> None:
 
 async def test_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with settings(tmp_path) as (app, pilot):
-        for name in OPTIONS:
+        for name in OPTION_HELP:
             assert row(app, name)
         assert "40 (default)" in row(app, "top_k")  # the library's own
         await choose(pilot, app, "temperature")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +19,14 @@ from localrt import History
 from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import parse_json
 from localrt.common.option_names import did_you_mean
+from localrt.engine.option_help import OPTION_HELP
+from localrt.history.export import Exporter
+from localrt.history.presets import Defaults, Preset, PresetsFile
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.attachments import Attachments, SentMessage
-from localrt.tui.conversation.export import Exporter
 from localrt.tui.conversation.open_conversation import OpenConversation
-from localrt.tui.preferences import Preset, PresetsFile
-from localrt.tui.text import OPTIONS, human_count, short_name
+from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, Message
@@ -148,8 +149,8 @@ class Session:
             return self._options()
         name, _, text = argument.partition(" ")
         name = name.replace("-", "_")
-        if name not in OPTIONS:
-            hint = did_you_mean(name, OPTIONS) or "/set lists them"
+        if name not in OPTION_HELP:
+            hint = did_you_mean(name, OPTION_HELP) or "/set lists them"
             raise OptionError(f"there is no option {name!r:.60}: {hint}")
         if not text.strip():
             raise OptionError(f"/set {name} needs a value; none restores the model's default")
@@ -208,10 +209,11 @@ class Session:
         return f"{name}+{chosen if isinstance(chosen, str) else '+'.join(chosen)}"
 
     def _options(self) -> str:
-        width = max(map(len, OPTIONS))
+        width = max(map(len, OPTION_HELP))
         chosen, defaults = self.chat.options, self.model.defaults
         return "\n".join(
-            f"{name:<{width}}  {option_text(name, chosen, defaults)}" for name in sorted(OPTIONS)
+            f"{name:<{width}}  {option_text(name, chosen, defaults)}"
+            for name in sorted(OPTION_HELP)
         )
 
 
@@ -242,14 +244,6 @@ def _value(name: str, text: str) -> Any:
 def _as_text(value: object) -> str:
     """The value as typed for ``/set``."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-
-
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """System prompt and options of new conversations."""
-
-    system: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 class ChatState:
@@ -311,6 +305,10 @@ class ChatState:
         """The session; only for use after the model is loaded."""
         assert self.session is not None, "this waits for the model"
         return self.session
+
+    def export(self, path: str) -> Path:
+        """``/export``: write the shown branch to a file."""
+        return self.exporter.export(self.conversation, self.conversation.turns_now(), path)
 
     def tools(self, argument: str) -> str:
         """``/tools``: list servers and tools, start servers again, or switch this conversation's

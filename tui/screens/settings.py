@@ -18,8 +18,10 @@ from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.tui.conversation.state import ChatState, Defaults, Session, option_text
-from localrt.tui.preferences import PreferencesFile, Preset
+from localrt.engine.option_help import OPTION_HELP
+from localrt.history.presets import Defaults, Preset
+from localrt.tui.conversation.state import ChatState, Session, option_text
+from localrt.tui.preferences import PreferencesFile
 from localrt.tui.screens.dialogs import (
     HEADING,
     Ask,
@@ -30,7 +32,7 @@ from localrt.tui.screens.dialogs import (
     ask,
     hanging,
 )
-from localrt.tui.text import OPTIONS, clean, one_line
+from localrt.tui.text import clean, one_line
 from localrt.tui.themes import FAINT, offered
 
 _NAME_WIDTH = 22
@@ -92,7 +94,7 @@ class SettingsScreen(Dialog[None]):
             self._save_row(),
             "This conversation",
             self._system_row(),
-            *(self._option_row(name) for name in OPTIONS),
+            *(self._option_row(name) for name in OPTION_HELP),
             "New conversations",
             *self._new_rows(),
             f"Keys (change them in {config}, [keys])",
@@ -136,13 +138,13 @@ class SettingsScreen(Dialog[None]):
             self._session.set(f"{name} {text.strip() or 'none'}")
 
         def change() -> None:
-            question = Content.assemble((name, HEADING), f"\n{OPTIONS[name]}")
+            question = Content.assemble((name, HEADING), f"\n{OPTION_HELP[name]}")
             ask(self, Ask(question, text, set_option), lambda text: self._fill())
 
         def reset() -> None:
             self._try(lambda: set_option("none"))
 
-        return _Row(name, value, OPTIONS[name], change, reset, name in chosen)
+        return _Row(name, value, OPTION_HELP[name], change, reset, name in chosen)
 
     def _system_row(self) -> _Row:
         system = self._state.conversation.system or ""

@@ -11,19 +11,28 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 from urllib.parse import quote
 
-from localrt import split_thinking
+from localrt.chat_format.thinking import split_thinking
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import user_path, write_bytes, write_text
+from localrt.history.conversation import Turn
 from localrt.history.messages import call_line
-from localrt.history.pictures import joined_content, joined_text
-from localrt.tui.conversation.open_conversation import OpenConversation
-from localrt.tui.text import short_name
+from localrt.history.pictures import KeptPicture, joined_content, joined_text
 
-if TYPE_CHECKING:
-    from localrt import KeptPicture, Turn
+
+class Exported(Protocol):
+    """What is written of a conversation besides its turns."""
+
+    @property
+    def title(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def system(self) -> str | None: ...
+    @property
+    def options(self) -> dict[str, Any]: ...
 
 
 class Exporter:
@@ -33,14 +42,14 @@ class Exporter:
         self._to_confirm: Path | None = None
         self._own_files: set[Path] = set()
 
-    def export(self, conversation: OpenConversation, argument: str) -> Path:
-        """Write the shown branch to a file: Markdown, or JSON by its name.
+    def export(self, conversation: Exported, turns: Sequence[Turn], argument: str) -> Path:
+        """Write a branch's turns to a file: Markdown, or JSON by its name.
 
         Raises:
             OptionError: nothing has been said yet.
             StorageError: it cannot be written, or it exists (repeating the command replaces it).
         """
-        if not conversation.turns:
+        if not turns:
             raise OptionError("there is nothing to export yet")
         path = user_path(argument) if argument else _default_path(conversation.title)
         if path.is_dir():
@@ -49,9 +58,9 @@ class Exporter:
             self._to_confirm = path
             raise StorageError(f"{path} exists: enter the same command again to replace it")
         if path.suffix.lower() == ".json":
-            text = as_json(conversation)
+            text = as_json(conversation, turns)
         else:
-            text = as_markdown(conversation, _PicturesBeside(path))
+            text = as_markdown(conversation, turns, _PicturesBeside(path))
         write_text(path, text, private=True)
         self._to_confirm = None
         self._own_files.add(path)
@@ -74,15 +83,17 @@ class _PicturesBeside:
         return f"![{name}]({quote(f'{self._folder.name}/{name}')})"
 
 
-def as_markdown(conversation: OpenConversation, link: Callable[[KeptPicture], str]) -> str:
-    """Title, model, system prompt, and every turn of the shown branch under a heading.
+def as_markdown(
+    conversation: Exported, turns: Sequence[Turn], link: Callable[[KeptPicture], str]
+) -> str:
+    """Title, model, system prompt, and every turn under a heading.
 
     ``link`` returns the text that represents a picture.
     """
-    turns = conversation.turns_now()
     title = conversation.title or _first_line(turns) or "Conversation"
+    model = conversation.model.replace("\\", "/").rstrip("/").rpartition("/")[2]
     begun = f", {datetime.fromtimestamp(turns[0].created):%Y-%m-%d %H:%M}" if turns else ""
-    parts = [f"# {title}", f"*{short_name(conversation.model) or 'localrt'}{begun}*"]
+    parts = [f"# {title}", f"*{model or 'localrt'}{begun}*"]
     if conversation.system:
         parts += ["## System prompt", conversation.system]
     for turn in turns:
@@ -106,12 +117,11 @@ def as_markdown(conversation: OpenConversation, link: Callable[[KeptPicture], st
     return "\n\n".join(part.rstrip("\n") for part in parts) + "\n"
 
 
-def as_json(conversation: OpenConversation) -> str:
+def as_json(conversation: Exported, turns: Sequence[Turn]) -> str:
     """A saved chat: version, model, options, messages; plus title and turns' times."""
     messages: list[dict[str, object]] = []
     if conversation.system:
         messages.append({"role": "system", "content": conversation.system})
-    turns = conversation.turns_now()
     for turn in turns:
         content = joined_content(turn.content, turn.pictures, _as_data)
         messages.append({**turn.message, "content": content})
