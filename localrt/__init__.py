@@ -61,8 +61,10 @@ if TYPE_CHECKING:
     from localrt.documents.reading import read_document as read_document
     from localrt.drafts.discovery import DraftOffer as DraftOffer
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
+    from localrt.engine.options import GenerateOptions as GenerateOptions
     from localrt.engine.options import Options as Options
     from localrt.engine.sampling import Sampling as Sampling
+    from localrt.engine.types import Answer as Answer
     from localrt.engine.types import Chunk as Chunk
     from localrt.engine.types import Message as Message
     from localrt.engine.types import Metrics as Metrics
@@ -73,6 +75,7 @@ if TYPE_CHECKING:
     from localrt.history import ConversationInfo as ConversationInfo
     from localrt.history import History as History
     from localrt.history import KeptPicture as KeptPicture
+    from localrt.history import LoadedFile as LoadedFile
     from localrt.history import Turn as Turn
     from localrt.hub import LocalModel as LocalModel
     from localrt.hub import ResolvedModel as ResolvedModel
@@ -92,8 +95,10 @@ if TYPE_CHECKING:
     from localrt.planning.plan import Plan as Plan
     from localrt.planning.recommend import Outlook as Outlook
     from localrt.planning.recommend import Preview as Preview
+    from localrt.planning.recommend import Runnable as Runnable
     from localrt.planning.recommend import preview as preview
     from localrt.planning.recommend import preview_size as preview_size
+    from localrt.planning.recommend import recommended as recommended
     from localrt.service.live import LiveModel as LiveModel
     from localrt.service.status import Flow as Flow
     from localrt.service.status import LaneUse as LaneUse
@@ -108,15 +113,17 @@ _NAMES = {
     "localrt.background": "Loading load_in_background",
     "localrt.chat": "ChatModel ChatSession",
     "localrt.engine.batch.live": "LiveAnswer",
-    "localrt.engine.options": "Options",
+    "localrt.engine.options": "GenerateOptions Options",
     "localrt.engine.sampling": "Sampling",
-    "localrt.engine.types": "Chunk Message Metrics TokenLogprob ToolCall",
+    "localrt.engine.types": "Answer Chunk Message Metrics TokenLogprob ToolCall",
     "localrt.common.errors": (
         "CancelledError CheckpointError ContextOverflowError GatedModelError HubError"
         " LocalrtError MemoryBudgetError MissingExtraError ModelNotFoundError"
         " OfflineError OptionError StorageError TemplateError TokenizerError UnsupportedModelError"
     ),
-    "localrt.history": "AnswerWriter Conversation ConversationInfo History KeptPicture Turn",
+    "localrt.history": (
+        "AnswerWriter Conversation ConversationInfo History KeptPicture LoadedFile Turn"
+    ),
     "localrt.hub": "LocalModel ResolvedModel",
     "localrt.hub.searching": "FoundModel Variant",
     "localrt.documents.index": "DocumentIndex",
@@ -128,7 +135,7 @@ _NAMES = {
     "localrt.service.live": "LiveModel",
     "localrt.planning.forecast": "Change PlannedContext Verdict",
     "localrt.planning.plan": "Plan",
-    "localrt.planning.recommend": "Outlook Preview preview preview_size",
+    "localrt.planning.recommend": "Outlook Preview Runnable preview preview_size recommended",
     "localrt.common.progress": "Progress",
     "localrt.common.settings": "Settings",
     "localrt.chat_format.thinking": "Thinking split_thinking",

@@ -165,6 +165,8 @@ class ChatSession:
         self.file_notes: list[str] = []  # lines for the user about the last ``files``
         self.embedder = embedder  # opens a model to search ``files`` with: ``localrt.embedder``
         self.tools = tools
+        self._stopped: Message | None = None  # the last answer if it did not end, and its tokens
+        self._ids: list[int] = []
         self.options: dict[str, Any] = {}
         self.set(**options)
         self.system = system
@@ -293,13 +295,45 @@ class ChatSession:
             from localrt.chat_format.pictures import with_pictures  # brings numpy
 
             content = with_pictures(text, images)
+        return self._begin(content, options, tools, on_progress)
+
+    def continue_answer(
+        self,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        on_progress: ProgressCallback | None = None,
+        **options: Any,
+    ) -> Iterator[Chunk]:
+        """Continue the last answer, which was stopped or cut by ``max_tokens``.
+
+        The stream begins with the text so far and replaces it. The model goes on from its own last
+        token, in its thinking or within a call too; an answer of elsewhere goes on from its text.
+
+        Raises:
+            OptionError: the last message is no answer, or its calls wait for results.
+        """
+        last = self.messages[-1] if self.messages else None
+        if last is None or last["role"] != "assistant" or last.get("tool_calls"):
+            raise OptionError("there is no answer to continue")
+        ids = self._ids if last is self._stopped else []
+        begun: Message = {"token_ids": ids, **last, "prefix": True}
+        return self._begin(None, options, tools, on_progress, begun)
+
+    def _begin(
+        self,
+        content: str | list[dict[str, Any]] | None,
+        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+        on_progress: ProgressCallback | None,
+        begun: Message | None = None,
+    ) -> Iterator[Chunk]:
         chosen = {name: value for name, value in options.items() if value is not None}
         chosen = {**self.options, **chosen}
         self._host.check({**options, **chosen})
         if self._busy.locked():
             raise _already_answering()
         self._cancel = cancel = threading.Event()
-        answer = self._answer(content, chosen, tools or self.tools, cancel, on_progress)
+        answer = self._answer(content, chosen, tools or self.tools, cancel, on_progress, begun)
         return Answering(answer)
 
     def _with_files(
@@ -329,15 +363,19 @@ class ChatSession:
         tools: Sequence[Mapping[str, object]] | None,
         cancel: threading.Event,
         on_progress: ProgressCallback | None,
+        begun: Message | None,
     ) -> Iterator[Chunk]:
         if not self._busy.acquire(blocking=False):
             raise _already_answering()
         turn: list[Message] = [] if content is None else [{"role": "user", "content": content}]
         said: Message = {"role": "assistant", "content": ""}
-        keep = False
+        before, keep = self.messages, False
+        if begun is not None:
+            before, turn = before[:-1], [begun]
+        ids, ended = list(begun["token_ids"]) if begun is not None else [], False
         try:
             answer = self._cache.answer(
-                [*self.messages, *turn],
+                [*before, *turn],
                 options,
                 tools=tools,
                 cancel=cancel,
@@ -346,6 +384,8 @@ class ChatSession:
             with closing(answer) as chunks:
                 for chunk in chunks:
                     said["content"] += chunk.text
+                    ids += chunk.token_ids
+                    ended = chunk.finish_reason in ("stop", "tool_calls")
                     if chunk.tool_calls:
                         said["tool_calls"] = [call.to_dict() for call in chunk.tool_calls]
                     yield chunk
@@ -354,8 +394,10 @@ class ChatSession:
             keep = True
             raise
         finally:
-            if keep or said["content"]:
-                self.messages += [*turn, said]
+            if said["content"] or (keep and begun is None):
+                self.messages += [*turn, said] if begun is None else []
+                self.messages[-1] = said
+                self._stopped, self._ids = None if ended else said, ids
             self._busy.release()
 
     def send(self, text: str | None = None, **options: Any) -> Chunk:
@@ -435,23 +477,31 @@ class ChatSession:
         Raises:
             StorageError: the file cannot be read, or is not a saved chat.
         """
-        source = user_path(path)
-        try:
-            record = parse_json(read_text(source))
-        except OptionError as error:
-            raise StorageError(error.marked) from error
-        except ValueError as error:
-            raise StorageError(f"{source} is not a saved chat: it is not JSON") from error
-        if not isinstance(record, dict) or record.get("version") != _VERSION:
-            raise StorageError(f"{source} is not a saved chat of version {_VERSION}")
-        messages, options = record.get("messages"), record.get("options")
-        if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise StorageError(f"{source} is not a saved chat: its messages are malformed")
-        options = options if isinstance(options, dict) else {}
+        _, messages, options = read_saved(user_path(path))
         host.check(options)
         chat = cls(host, **options)
         chat.messages = messages
         return chat
+
+
+def read_saved(source: Path) -> tuple[str, list[Message], dict[str, Any]]:
+    """Read the model's name, messages and options of a file by ``ChatSession.save``.
+
+    Raises:
+        StorageError: the file cannot be read, or is not a saved chat.
+    """
+    try:
+        record = parse_json(read_text(source))
+    except OptionError as error:
+        raise StorageError(error.marked) from error
+    except ValueError as error:
+        raise StorageError(f"{source} is not a saved chat: it is not JSON") from error
+    if not isinstance(record, dict) or record.get("version") != _VERSION:
+        raise StorageError(f"{source} is not a saved chat of version {_VERSION}")
+    messages, options = record.get("messages"), record.get("options")
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
+        raise StorageError(f"{source} is not a saved chat: its messages are malformed")
+    return str(record.get("model") or ""), messages, options if isinstance(options, dict) else {}
 
 
 def _as_text(value: object) -> str:

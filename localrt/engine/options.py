@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import did_you_mean, option
@@ -138,6 +138,50 @@ class Options:
     def forces_a_call(self) -> bool:
         """Whether the answer must be a tool call."""
         return self.tool_choice not in ("auto", "none")
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of a generation by name, for type checkers: those of ``Sampling`` and ``Options``.
+
+    None means "not set".
+    """
+
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    repetition_penalty: float | None
+    frequency_penalty: float | None
+    presence_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    dry_multiplier: float | None
+    dry_base: float | None
+    dry_allowed_length: int | None
+    dry_penalty_last_n: int | None
+    dry_sequence_breakers: Sequence[str] | None
+    xtc_probability: float | None
+    xtc_threshold: float | None
+    seed: int | None
+    max_tokens: int | None
+    stop: str | Sequence[str] | None
+    ignore_eos: bool | None
+    min_indent: int | None
+    line_seconds: float | None
+    logprobs: int | None
+    overflow: Overflow | None
+    context_tokens: int | None
+    draft: str | None
+    tree_budget: int | None
+    tree_depth: int | None
+    json_schema: Any
+    regex: str | None
+    grammar: str | None
+    thinking: bool | Literal["on", "off"] | Effort | None
+    thinking_tokens: int | None
+    tool_choice: str | None
+    parallel_tool_calls: bool | None
+    adapter: str | Mapping[str, float] | None
 
 
 _ON_OFF = {"on": True, "off": False}

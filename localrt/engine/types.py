@@ -17,7 +17,8 @@ FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
 class Message(TypedDict, total=False):
     """One turn, in the form that chat templates take.
 
-    ``prefix``, for a last assistant turn: the answer continues this message.
+    ``prefix``, for a last assistant turn: the answer continues this message, by its ``token_ids``
+    if there are any (thinking, calls and bound answers go on as well), else by its text.
     """
 
     role: Required[str]
@@ -26,6 +27,7 @@ class Message(TypedDict, total=False):
     tool_calls: NotRequired[list[Any]]
     tool_call_id: NotRequired[str]
     prefix: NotRequired[bool]
+    token_ids: NotRequired[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +117,17 @@ class Chunk:
     error: LocalrtError | None = None
     stop_string: str | None = None
     end_logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Chunk):
+    """A whole answer, as ``generate`` and ``send`` return it; as a string, its text.
+
+    ``kind`` is the type that ``json_schema`` was given.
+    """
+
+    kind: Any = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        """Return the text."""
+        return self.text

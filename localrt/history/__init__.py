@@ -6,6 +6,15 @@ Knows texts and pictures, neither models nor KV caches.
 from localrt.history.conversation import Conversation, Turn
 from localrt.history.database import AnswerWriter
 from localrt.history.history import ConversationInfo, History
+from localrt.history.importing import LoadedFile
 from localrt.history.pictures import KeptPicture
 
-__all__ = ["AnswerWriter", "Conversation", "ConversationInfo", "History", "KeptPicture", "Turn"]
+__all__ = [
+    "AnswerWriter",
+    "Conversation",
+    "ConversationInfo",
+    "History",
+    "KeptPicture",
+    "LoadedFile",
+    "Turn",
+]

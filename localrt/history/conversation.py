@@ -11,13 +11,22 @@ import json
 import sqlite3
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from localrt.chat_format.thinking import CLOSE, OPEN, parted
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.engine.types import Message
-from localrt.history.database import AnswerWriter, Database, insert, settle_cut
+from localrt.history.database import (
+    AnswerWriter,
+    Database,
+    erase,
+    insert,
+    keep_aside,
+    settle_cut,
+)
 from localrt.history.pictures import (
     KeptPicture,
     joined_content,
@@ -27,6 +36,7 @@ from localrt.history.pictures import (
     stored_info,
 )
 
+_ROW = "SELECT * FROM conversation LEFT JOIN aside ON conversation = id WHERE id = ?"
 _ROLES = ("user", "assistant", "tool")
 _TITLE_LENGTH = 60
 
@@ -106,17 +116,39 @@ class Conversation:
         options: dict[str, Any] = json.loads(self._row()["options"])
         return options
 
+    @property
+    def pinned(self) -> bool:
+        """Whether it is listed before others."""
+        return self._row()["pinned"] is not None
+
+    @property
+    def draft(self) -> str:
+        """The message that the user has not sent yet."""
+        return str(self._row()["draft"] or "")
+
+    def keep_draft(self, text: str) -> None:
+        """Keep a message that is not sent yet, ``""`` for none, so that it outlives this process.
+
+        For each pause in typing: it neither waits for the disk nor fails.
+        """
+        writer = own_name() if text else None
+        with suppress(StorageError), self._database.transaction(sync=False) as connection:
+            keep_aside(connection, self.id, draft=text, writer=writer)
+
     def set(self, **changes: Any) -> None:
-        """Change ``title``, ``model``, ``system`` or ``options``."""
-        unknown = set(changes) - {"title", "model", "system", "options"}
+        """Change ``title``, ``model``, ``system``, ``options`` or ``pinned``."""
+        unknown = set(changes) - {"title", "model", "system", "options", "pinned"}
         if unknown:
             raise OptionError(f"a conversation has no {', '.join(sorted(unknown))}")
         if "options" in changes:
             changes["options"] = json.dumps(changes["options"])
-        if not changes:
-            return
-        names = ", ".join(f"{name} = ?" for name in changes)
         with self._database.transaction() as connection:
+            if "pinned" in changes:
+                pinned = time.time() if changes.pop("pinned") else None
+                keep_aside(connection, self.id, pinned=pinned)
+            if not changes:
+                return
+            names = ", ".join(f"{name} = ?" for name in changes)
             connection.execute(
                 f"UPDATE conversation SET {names} WHERE id = ?",  # names are those above
                 (*changes.values(), self.id),
@@ -193,6 +225,56 @@ class Conversation:
             number = self._insert(connection, role, "", after, "writing", info or {})
         return AnswerWriter(self._database, self.id, number)
 
+    def edit_answer(self, number: int, text: str) -> Turn:
+        """Add an answer with this text beside answer ``number``, whose thoughts it keeps.
+
+        Raises:
+            OptionError: it is no answer, or it calls tools.
+        """
+        old = self._answered(number, "edited")
+        thought = parted(old.content).thinking
+        content = f"{OPEN}{thought}{CLOSE}\n\n{text}" if thought else text
+        parent = self._tree("id, parent")[0][number]["parent"]
+        return self.add("assistant", content, after=parent or 0, info={"edited": True})
+
+    def reopen(self, number: int) -> AnswerWriter:
+        """Continue the last answer of a branch. What is written then replaces its text.
+
+        The text stays until then: the model repeats it (``ChatSession.continue_answer``).
+
+        Raises:
+            OptionError: it is no answer, calls tools, is being written, or turns follow it.
+        """
+        with self._database.transaction() as connection:
+            settle_cut(connection)
+            old = self._answered(number, "continued")
+            followed = "SELECT 1 FROM turn WHERE parent = ?"
+            if old.state == "writing" or connection.execute(followed, (number,)).fetchone():
+                raise OptionError("only the last answer of a branch can be continued")
+            connection.execute(
+                "UPDATE turn SET state = 'writing', writer = ? WHERE id = ?", (own_name(), number)
+            )
+            self._touch(connection)
+        return AnswerWriter(self._database, self.id, number, before=old.state)
+
+    def remove(self, number: int) -> None:
+        """Remove a turn and what follows it, with their words in the search index and saved KV
+        caches. The latest of its alternatives is shown instead.
+        """
+        rows, _ = self._tree()
+        if number not in rows:
+            raise StorageError(f"the conversation has no turn {number}")
+        removed = {number}
+        for row in rows.values():  # a turn's number is higher than its parent's
+            removed |= {row["id"]} if row["parent"] in removed else set()
+        kept = {row["content"] for row in rows.values() if row["id"] not in removed}
+        said = [dict(rows[each]) for each in removed if rows[each]["content"] not in kept]
+        above = rows.get(rows[number]["parent"])
+        if rows[number]["role"] != "user" and above is not None:
+            said.append(dict(above))  # the caches that hold an answer are found by its question
+        created = rows[number]["created"]
+        erase(self._database, lambda connection: withdraw(self, number), said, created)
+
     def turn(self, number: int) -> Turn:
         """One turn, shown or not."""
         query = "SELECT * FROM turn WHERE conversation = ? AND id = ?"
@@ -218,7 +300,7 @@ class Conversation:
     # -- parts -----------------------------------------------------------------------------------
 
     def _row(self) -> sqlite3.Row:
-        rows = self._database.rows("SELECT * FROM conversation WHERE id = ?", (self.id,))
+        rows = self._database.rows(_ROW, (self.id,))
         if not rows:
             raise StorageError("this conversation was deleted")
         return rows[0]
@@ -240,11 +322,23 @@ class Conversation:
         if state == "writing":
             state = "writing" if is_alive(row["writer"]) else "cut"
             saved = "SELECT text FROM piece WHERE turn = ? ORDER BY id"
-            content = "".join(piece["text"] for piece in self._database.rows(saved, (row["id"],)))
+            pieces = self._database.rows(saved, (row["id"],))
+            content = "".join(piece["text"] for piece in pieces) or content
         info, pictures = split_info(row["info"], len(content), self._picture)
         branch, branches = 1 + siblings.index(row["id"]), len(siblings)
         facts = row["id"], row["role"], content, row["created"], state, branch, branches
         return Turn(*facts, info, pictures)
+
+    def _answered(self, number: int, done: str) -> Turn:
+        """Answer ``number``, which can be ``done``."""
+        turn = self.turn(number)
+        if turn.role != "assistant" or turn.info.get("tool_calls"):
+            raise OptionError(f"only an answer that calls no tools can be {done}")
+        return turn
+
+    def _touch(self, connection: sqlite3.Connection) -> None:
+        query = "UPDATE conversation SET updated = ? WHERE id = ?"
+        connection.execute(query, (time.time(), self.id))
 
     def _picture(self, digest: str) -> bytes:
         rows = self._database.rows("SELECT data FROM picture WHERE digest = ?", (digest,))
@@ -301,6 +395,21 @@ class Conversation:
             connection.execute("UPDATE turn SET next = ? WHERE id = ?", (number, parent))
             number = parent
         connection.execute("UPDATE conversation SET first = ? WHERE id = ?", (number, self.id))
+
+
+def withdraw(conversation: Conversation, number: int) -> None:
+    """Remove a turn and what follows it; the latest of its alternatives is shown instead."""
+    turn = conversation.turn(number)
+    others = [each for each in conversation.siblings(number) if each != number]
+    latest = others[-1] if others else None
+    with conversation._database.transaction() as connection:
+        for table, column in (("turn", "next"), ("conversation", "first")):
+            change = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
+            connection.execute(change, (latest, number))
+        connection.execute("DELETE FROM turn WHERE id = ?", (number,))
+        conversation._touch(connection)
+        if conversation._row()["first"] is None and conversation.title == title_of(turn.content):
+            conversation.set(title="")
 
 
 def _path(first: int | None, rows: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:

@@ -17,7 +17,7 @@ import re
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -28,9 +28,10 @@ from localrt.common.files import keep_private, private_file, private_folder
 from localrt.common.forks import finalize
 from localrt.common.formatting import paired
 from localrt.common.processes import is_alive
+from localrt.common.settings import Settings
 
 MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
-_VERSION = 2  # 2 added pictures
+_VERSION = 2  # 2 added pictures; ``aside``, which earlier releases ignore, has no version
 # In one transaction: another app may be making the same file.
 _SCHEMA = f"""
     BEGIN IMMEDIATE;
@@ -75,6 +76,12 @@ _SCHEMA = f"""
         PRIMARY KEY (turn, picture)
     ) WITHOUT ROWID;
     CREATE INDEX IF NOT EXISTS turn_picture_picture ON turn_picture (picture);
+    CREATE TABLE IF NOT EXISTS aside (
+        conversation TEXT PRIMARY KEY REFERENCES conversation (id) ON DELETE CASCADE,
+        pinned REAL,
+        draft TEXT NOT NULL DEFAULT '',
+        writer TEXT
+    );
     CREATE TRIGGER IF NOT EXISTS turn_picture_gone AFTER DELETE ON turn_picture
         WHEN NOT EXISTS (SELECT 1 FROM turn_picture WHERE picture = old.picture)
     BEGIN
@@ -200,6 +207,36 @@ def insert(connection: sqlite3.Connection, table: str, **values: object) -> int:
     return number
 
 
+def keep_aside(connection: sqlite3.Connection, conversation: str, **values: object) -> None:
+    """Change ``pinned``, or ``draft`` and its ``writer``, of a conversation."""
+    names, places = ", ".join(values), ", ".join("?" * len(values))
+    changes = ", ".join(f"{name} = excluded.{name}" for name in values)
+    query = f"INSERT INTO aside (conversation, {names}) VALUES (?, {places})"  # as above
+    query += f" ON CONFLICT (conversation) DO UPDATE SET {changes}"
+    connection.execute(query, (conversation, *values.values()))
+
+
+def erase(
+    database: Database,
+    delete: Callable[[sqlite3.Connection], None],
+    said: Iterable[Mapping[str, Any]],
+    since: float,
+) -> None:
+    """Delete turns by ``delete``, their words in the search index, and the saved KV caches of
+    messages ``said``; of caches that name no messages, those used ``since``.
+    """
+    with database.transaction() as connection:
+        delete(connection)
+        # Without it, deleted words stay in the index until it is merged some day.
+        connection.execute("INSERT INTO turn_text (turn_text) VALUES ('optimize')")
+    if database.path is None:
+        return
+    database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
+    from localrt.engine.saved_caches import forget, marks_of  # brings numpy
+
+    forget(Settings.from_environment().cache_dir / "kv", marks_of(said), since)
+
+
 class _NewerError(Exception):
     """The file's schema has a later version number."""
 
@@ -254,7 +291,8 @@ def _opened(path: Path) -> sqlite3.Connection:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found).splitlines()[-1])
-        if version < _VERSION:
+        known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'aside'").fetchone()
+        if version < _VERSION or known is None:
             connection.executescript(_SCHEMA)
     except BaseException:
         connection.close()
@@ -310,15 +348,20 @@ _RETRY_SECONDS = 2.0
 
 
 class AnswerWriter:
-    """Writes an answer, from ``Conversation.answer``. Leaving the ``with`` block ends it: as
-    ``"done"``, or as ``"failed"`` (``"cancelled"`` for ``CancelledError``) after an exception.
+    """Writes an answer, from ``Conversation.answer`` or ``reopen``. Leaving the ``with`` block
+    ends it: as ``"done"``, or after an exception as ``"failed"`` (``"cancelled"`` for
+    ``CancelledError``).
 
-    ``write`` never fails: unsaved text is kept and retried, ``problem`` says why.
+    ``write`` never fails: unsaved text is kept and retried, ``problem`` says why. ``before`` is the
+    state of an answer that was reopened: without a ``write`` it stays as it was.
     """
 
-    def __init__(self, database: Database, conversation: str, turn: int) -> None:
+    def __init__(
+        self, database: Database, conversation: str, turn: int, *, before: str | None = None
+    ) -> None:
         self._database = database
         self._conversation = conversation
+        self._before = before
         self.turn = turn
         self.problem: str | None = None
         self._saved = ""
@@ -350,6 +393,8 @@ class AnswerWriter:
             raise OptionError(f"an answer ends as {', '.join(_ENDS)}, not as {state!r}")
         if self._finished:
             return
+        if self._before is not None and not self.text:
+            state, info = self._before, None
         with self._database.transaction() as connection:
             settle(connection, self.turn, state, self.text, info)
             connection.execute(
@@ -393,13 +438,16 @@ def settle(
     text: str | None,
     info: Mapping[str, object] | None = None,
 ) -> None:
-    """End a turn: its content is ``text`` if given, otherwise the saved pieces."""
-    if text is None:
+    """End a turn: its content is ``text`` if given, otherwise the saved pieces, otherwise what it
+    was before it was reopened.
+    """
+    if not text:
         pieces = connection.execute("SELECT text FROM piece WHERE turn = ? ORDER BY id", (turn,))
         text = "".join(row["text"] for row in pieces)
     connection.execute("DELETE FROM piece WHERE turn = ?", (turn,))
     connection.execute(
-        "UPDATE turn SET content = ?, state = ?, writer = NULL WHERE id = ? AND state = 'writing'",
+        "UPDATE turn SET content = coalesce(nullif(?, ''), content), state = ?, writer = NULL"
+        " WHERE id = ? AND state = 'writing'",
         (text, state, turn),
     )
     if info is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import time
 import uuid
 from collections.abc import Iterable, Mapping
@@ -19,19 +20,29 @@ from typing import Any
 from localrt.common.closing import Closing
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import keep_private, user_path
-from localrt.common.processes import own_name
+from localrt.common.processes import is_alive, own_name
 from localrt.common.settings import Settings
-from localrt.history.conversation import Conversation, Turn, title_of
-from localrt.history.database import MEMORY_FIRST, Database, insert, settle, settle_cut
+from localrt.history.conversation import Conversation, Turn
+from localrt.history.database import (
+    MEMORY_FIRST,
+    Database,
+    erase,
+    insert,
+    keep_aside,
+    settle,
+    settle_cut,
+)
+from localrt.history.importing import LoadedFile, load_file
 from localrt.history.pictures import keep_pictures, split_info, stored_info
 
 _FILE = "history.db"
 _MEMORY = ":memory:"
 _LIST = """
-    SELECT c.id, c.title, c.model, c.created, c.updated,
+    SELECT c.id, c.title, c.model, c.created, c.updated, a.pinned IS NOT NULL AS pinned,
         (SELECT count(*) FROM turn t WHERE t.conversation = c.id) AS turns, '' AS snippet
-    FROM conversation c WHERE c.first IS NOT NULL OR c.title != ''
-    ORDER BY c.updated DESC, c.created DESC LIMIT ? OFFSET ?
+    FROM conversation c LEFT JOIN aside a ON a.conversation = c.id
+    WHERE c.first IS NOT NULL OR c.title != ''
+    ORDER BY a.pinned IS NULL, c.updated DESC, c.created DESC LIMIT ? OFFSET ?
 """
 _SEARCH = """
     WITH hit AS (
@@ -39,14 +50,21 @@ _SEARCH = """
         FROM turn_text JOIN turn t ON t.id = turn_text.rowid
         WHERE turn_text MATCH ? GROUP BY t.conversation
     )
-    SELECT c.id, c.title, c.model, c.created, c.updated,
+    SELECT c.id, c.title, c.model, c.created, c.updated, a.pinned IS NOT NULL AS pinned,
         (SELECT count(*) FROM turn t WHERE t.conversation = c.id) AS turns,
         coalesce((SELECT content FROM turn WHERE id = hit.turn), '') AS snippet
-    FROM conversation c LEFT JOIN hit ON hit.id = c.id
+    FROM conversation c LEFT JOIN hit ON hit.id = c.id LEFT JOIN aside a ON a.conversation = c.id
     WHERE hit.id IS NOT NULL OR c.title LIKE ? ESCAPE '\\'
-    ORDER BY c.updated DESC, c.created DESC LIMIT ? OFFSET ?
+    ORDER BY a.pinned IS NULL, c.updated DESC, c.created DESC LIMIT ? OFFSET ?
 """
-_DELETE_EMPTY = "DELETE FROM conversation WHERE first IS NULL AND title = '' AND created < ?"
+_DELETE_EMPTY = """
+    DELETE FROM conversation WHERE first IS NULL AND title = '' AND created < ?
+    AND id NOT IN (SELECT conversation FROM aside WHERE draft != '')
+"""
+_UNSENT = """
+    SELECT id, writer FROM conversation JOIN aside ON conversation = id
+    WHERE first IS NULL AND draft != '' ORDER BY created DESC
+"""
 _EMPTY_KEPT = 86_400.0  # seconds: another app may be about to write to it
 _SNIPPET = 80  # characters around a match
 
@@ -65,6 +83,7 @@ class ConversationInfo:
     updated: float
     turns: int
     snippet: str
+    pinned: bool = False
 
 
 class History(Closing):
@@ -103,8 +122,8 @@ class History(Closing):
     def list(
         self, search: str = "", *, limit: int = 100, offset: int = 0
     ) -> list[ConversationInfo]:
-        """Conversations, latest use first. ``search`` selects those with all its words in one turn,
-        or with its text in the title. The last word may be a prefix.
+        """Conversations, pinned ones first, then by their latest use. ``search`` selects those with
+        all its words in one turn, or with its text in the title. The last word may be a prefix.
         """
         search = search.replace("\0", " ")  # which would end a full-text query
         if not search.strip():
@@ -112,7 +131,10 @@ class History(Closing):
         else:
             title = "%" + re.sub(r"([\\%_])", r"\\\1", search.strip()) + "%"
             rows = self._database.rows(_SEARCH, (_match(search), title, limit, offset))
-        found = [{**dict(row), "snippet": _snippet(row["snippet"], search)} for row in rows]
+        found = [dict(row) for row in rows]
+        for each in found:
+            each["pinned"] = bool(each["pinned"])
+            each["snippet"] = _snippet(each["snippet"], search)
         return [ConversationInfo(**each) for each in found]
 
     def new(
@@ -141,17 +163,45 @@ class History(Closing):
         if not began:
             return
         turns = self._database.rows("SELECT role, content FROM turn WHERE conversation = ?", (id,))
-        with self._database.transaction() as connection:
-            connection.execute("DELETE FROM conversation WHERE id = ?", (id,))
-            # Without it, deleted words stay in the index until it is merged some day.
-            connection.execute("INSERT INTO turn_text (turn_text) VALUES ('optimize')")
-        if self.path is None:
-            return
-        self._database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
-        from localrt.engine.saved_caches import forget, marks_of  # brings numpy
 
-        folder = Settings.from_environment().cache_dir / "kv"
-        forget(folder, marks_of(map(dict, turns)), began[0]["created"])
+        def delete(connection: sqlite3.Connection) -> None:
+            connection.execute("DELETE FROM conversation WHERE id = ?", (id,))
+
+        erase(self._database, delete, map(dict, turns), began[0]["created"])
+
+    def fork(self, id: str, turn: int) -> Conversation:
+        """Copy a conversation's branch up to ``turn`` as a new conversation.
+
+        Raises:
+            StorageError: there is no such conversation, or turn in it.
+        """
+        old = self.open(id)
+        branch = old.branch(turn)
+        end = [each.id for each in branch].index(turn) + 1
+        with self._database.transaction() as connection:
+            copy = self.new(model=old.model, system=old.system, options=old.options)
+            copy.set(title=old.title)
+            _copy_turns(connection, copy, branch[:end])
+        return copy
+
+    def unsent(self) -> Conversation | None:
+        """The newest conversation with a draft and no turns, unless the app that wrote it still
+        runs. From then on it is this process's.
+        """
+        with self._database.transaction() as connection:
+            for row in connection.execute(_UNSENT).fetchall():
+                if not is_alive(row["writer"]):
+                    keep_aside(connection, row["id"], writer=own_name())
+                    return Conversation(self._database, row["id"])
+        return None
+
+    def load_file(self, path: str | Path) -> LoadedFile:
+        """Read conversations from a file of this or another program, as new ones.
+
+        Raises:
+            StorageError: the file cannot be read, or is of no known kind.
+        """
+        return load_file(self.new, user_path(path))
 
     def close(self) -> None:
         """Close the file."""
@@ -189,22 +239,40 @@ def copy_to_memory(
     ``facts`` are ``title``, ``model``, ``system`` and ``options``. The file is not read: it may be
     locked, damaged or missing.
     """
-    now, parent = time.time(), None
+    now = time.time()
     kept = {name: facts[name] for name in ("title", "model", "system")}
     options = json.dumps(facts["options"])
     with memory._database.transaction() as connection:
         insert(connection, "conversation", id=id, **kept, options=options, created=now, updated=now)
         copy = Conversation(memory._database, id)
-        for turn in turns:
-            same = {name: getattr(turn, name) for name in ("id", *_SAME)}
-            writer = own_name() if turn.state == "writing" else None
-            info = stored_info(turn.info, turn.pictures)
-            place = {"conversation": id, "parent": parent}
-            parent = insert(connection, "turn", **place, **same, writer=writer, info=info)
-            keep_pictures(connection, parent, turn.pictures)
-        if parent is not None:
-            copy._show(connection, parent)
+        _copy_turns(connection, copy, turns, numbered=True)
     return copy
+
+
+def _copy_turns(
+    connection: sqlite3.Connection,
+    copy: Conversation,
+    turns: Iterable[Turn],
+    *,
+    numbered: bool = False,
+) -> None:
+    """Write the turns of a branch to ``copy``. ``numbered``: under the same numbers, and with an
+    answer that is still written.
+    """
+    parent = None
+    for turn in turns:
+        same = {name: getattr(turn, name) for name in _SAME}
+        writer = own_name() if turn.state == "writing" else None
+        if numbered:
+            same["id"] = turn.id
+        elif writer is not None:
+            same["state"], writer = "cut", None
+        info = stored_info(turn.info, turn.pictures)
+        place = {"conversation": copy.id, "parent": parent}
+        parent = insert(connection, "turn", **place, **same, writer=writer, info=info)
+        keep_pictures(connection, parent, turn.pictures)
+    if parent is not None:
+        copy._show(connection, parent)
 
 
 def end_answer(
@@ -213,20 +281,6 @@ def end_answer(
     """End an answer in the copy whose writer began it in the file."""
     with copy._database.transaction() as connection:
         settle(connection, number, state, content, info)
-
-
-def withdraw(conversation: Conversation, number: int) -> None:
-    """Remove a turn and what follows it; the latest of its alternatives is shown instead."""
-    turn = conversation.turn(number)
-    others = [each for each in conversation.siblings(number) if each != number]
-    latest = others[-1] if others else None
-    with conversation._database.transaction() as connection:
-        for table, column in (("turn", "next"), ("conversation", "first")):
-            change = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
-            connection.execute(change, (latest, number))
-        connection.execute("DELETE FROM turn WHERE id = ?", (number,))
-        if conversation._row()["first"] is None and conversation.title == title_of(turn.content):
-            conversation.set(title="")
 
 
 def merge(file: Conversation, copy: Conversation) -> dict[int, int]:

@@ -10,34 +10,137 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.common.files import parse_json
-from localrt.engine.types import Message, Metrics, ToolCall
+from localrt.common.formatting import format_bytes
+from localrt.engine.types import Chunk, Message, Metrics, ToolCall
 from localrt.history.conversation import Turn
 from localrt.history.database import AnswerWriter
 from localrt.history.pictures import joined_text
 from localrt.mcp.config import ToolResult
 from localrt.mcp.toolbox import REFUSED, STOPPED, Toolbox
 
+if TYPE_CHECKING:
+    from localrt.planning.forecast import PlannedContext
+
 _CUT = "The app ended before this call did."
 _NO_ANSWER = "(No answer.)"
+_MOST_IDS = 1 << 16  # of an answer that can be continued by its tokens
 
 
 def messages_for_model(
-    turns: Sequence[Turn], system: str | None, *, before: int | None = None, sees: bool = True
+    turns: Sequence[Turn],
+    system: str | None,
+    *,
+    before: int | None = None,
+    sees: bool = True,
+    continued: int | None = None,
+    model: str | None = None,
 ) -> list[Message]:
     """The messages of ``turns`` before turn ``before``, system prompt first.
 
-    Unanswered messages are left out. A model that does not see gets the names of pictures.
+    Unanswered messages are left out. A model that does not see gets the names of pictures. With
+    answer ``continued``, it comes last and ``model`` continues it: by its own tokens if it wrote
+    them, else by its text.
     """
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
+    begun: list[Message] = []
     for turn, following in zip(turns, (*turns[1:], None), strict=False):
-        if before is not None and turn.id == before:
+        if turn.id in (before, continued):
+            if turn.id == continued:
+                begun = [_begun(turn, model)]
             break
         if turn.role == "tool" or not (_unanswered(turn, following) or is_nothing(turn)):
             messages.append(turn.message if sees else _without_pictures(turn))
-    return _with_answers(_with_results(messages))
+    return [*_with_answers(_with_results(messages)), *begun]
+
+
+def _begun(turn: Turn, model: str | None) -> Message:
+    return {**turn.message, "prefix": True, "token_ids": continued_ids(turn.info, model)}
+
+
+def continued_ids(info: Mapping[str, Any], model: str | None) -> list[int]:
+    """The tokens of a stopped answer, from its turn's ``info``; none if another model wrote it."""
+    match info:
+        case {"ids": list(ids), "context": [_, name]} if name == model:
+            return ids
+    return []
+
+
+_SUMMARY = (
+    "Summarize our conversation so far, so that it can go on from the summary alone. Keep names, "
+    "numbers, decisions, code that is still needed, and what is still open."
+)
+
+
+def summary_turns(
+    turns: Sequence[Turn], system: str | None, *, sees: bool = True
+) -> tuple[list[Message], str]:
+    """The messages for a summary, and the request for it that ends them.
+
+    The request and the answer to it begin a branch at the root, in which the conversation goes on.
+    Answer with ``overflow="drop_oldest"``: the conversation is too long.
+    """
+    messages = messages_for_model(turns, system, sees=sees)
+    return [*messages, {"role": "user", "content": _SUMMARY}], _SUMMARY
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A way out of a full context: ``"oldest"`` (``overflow="drop_oldest"``), ``"summary"``
+    (``summary_turns``), ``"longer"`` (the model loaded again with ``ctx``) or ``"new"``.
+    """
+
+    name: str
+    label: str
+    ctx: int | None = None
+
+
+def ways_out(tokens: int, ctx: int, contexts: Sequence[PlannedContext] = ()) -> tuple[Way, ...]:
+    """What the user may do about a conversation of ``tokens`` that is too long for ``ctx``.
+
+    ``contexts`` are those of the model's plan. A longer one is offered if it leaves room to go on.
+    """
+    ways = [
+        Way("oldest", "Leave out the oldest turns"),
+        Way("summary", "Summarize what was said so far"),
+    ]
+    largest = max(contexts, key=lambda each: each.tokens, default=None)
+    if largest is not None and largest.tokens >= 2 * max(ctx, tokens):
+        longer = min(largest.tokens, 4 * max(ctx, tokens))
+        more = format_bytes(largest.nbytes * (longer - ctx) // largest.tokens)
+        ways.append(Way("longer", f"A context of {longer:,} tokens: {more} more", longer))
+    return (*ways, Way("new", "Begin a new conversation"))
+
+
+class AnswerRecord:
+    """What a turn keeps of an answer besides its text, from its chunks."""
+
+    def __init__(self) -> None:
+        self._ids: list[int] = []
+        self._last: Chunk | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """Take the next chunk."""
+        self._ids += chunk.token_ids
+        self._last = chunk
+
+    def info(self, model: str, before: Sequence[int] = ()) -> dict[str, Any]:
+        """The turn's ``info``: ``tokens``, ``tok_s``, ``context``, ``finish_reason``, and the
+        ``ids`` with which ``model`` can continue it if it did not end by itself.
+
+        ``before`` are the tokens that it continued; empty without a chunk.
+        """
+        if self._last is None:
+            return {}
+        reason, ids = self._last.finish_reason, [*before, *self._ids]
+        info = {**answer_counts(self._last.metrics, model), "finish_reason": reason}
+        info["tokens"] += len(before)
+        if reason not in ("stop", "tool_calls") and self._ids and len(ids) <= _MOST_IDS:
+            info["ids"] = ids
+        return info
 
 
 def answer_counts(metrics: Metrics, model: str) -> dict[str, Any]:

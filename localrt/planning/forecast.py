@@ -283,13 +283,15 @@ class PlannedPicture:
 @dataclass(frozen=True, slots=True)
 class PlannedContext:
     """A context of ``tokens`` that fits; ``tok_s`` is the rate with all of it in the cache.
-    ``whole``: it is the model's whole context. ``command`` is what to type.
+    ``whole``: it is the model's whole context. ``command`` is what to type. Its keys and values
+    take ``nbytes``.
     """
 
     tokens: int
     tok_s: float
     whole: bool
     command: str = ""
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

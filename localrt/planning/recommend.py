@@ -440,10 +440,22 @@ def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
     return WhatRuns(machine, budgets, _ranked(machine, budgets), wanted.hypothetical, note)
 
 
-def best_here(settings: Settings) -> Runnable | None:
-    """The first of ``what_runs`` on this PC if it is good, by saved rates: nothing is measured."""
+def recommended(settings: Settings | None = None, *, measure: bool = False) -> tuple[Runnable, ...]:
+    """The models that this PC runs well, of each family one, the best first.
+
+    By rates that were measured before, else by a typical PC's; with ``measure`` they are measured
+    first, which takes some seconds.
+    """
+    settings = settings or Settings.from_environment()
+    if measure:
+        return what_runs(Hardware(), settings).best
     machine, budgets = saved_machine(settings.hub_cache, settings)
-    best = next(iter(WhatRuns(machine, budgets, _ranked(machine, budgets)).best), None)
+    return WhatRuns(machine, budgets, _ranked(machine, budgets)).best
+
+
+def best_here(settings: Settings) -> Runnable | None:
+    """The first of ``recommended`` if it is good."""
+    best = next(iter(recommended(settings)), None)
     return best if best is not None and best.level == "good" else None
 
 

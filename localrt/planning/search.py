@@ -485,7 +485,9 @@ def largest_contexts(plan: Forecast) -> tuple[PlannedContext, ...]:
         expected = estimate(replace(request, ctx=tokens, held=tokens))
         if expected is None:
             continue
-        tried = PlannedContext(tokens, scale * expected.tok_s, whole=tokens == whole)
+        nbytes = request.sequences * sum(request.shape.kv_nbytes(request.kv_format, tokens))
+        rate = scale * expected.tok_s
+        tried = PlannedContext(tokens, rate, whole=tokens == whole, nbytes=nbytes)
         largest = largest or tried
         if tried.tok_s >= enough:
             return (largest,) if tried is largest else (largest, tried)

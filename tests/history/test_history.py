@@ -22,7 +22,7 @@ from PIL import Image
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.history import database
-from localrt.history.history import withdraw
+from localrt.history.conversation import withdraw
 from localrt.history.pictures import small_image
 from localrt.models.vision.picture import open_picture
 from tests.picture_files import READ

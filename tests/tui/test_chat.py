@@ -300,7 +300,7 @@ async def test_new_export_and_load(
 async def test_open_saved_chat(model: FakeModel, tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     said = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]
-    path.write_text(json.dumps({"messages": said, "options": {"top_k": 3}}))
+    path.write_text(json.dumps({"version": 1, "messages": said, "options": {"top_k": 3}}))
     loader = FakeLoader(model, held=True)
     given: dict[str, Any] = {"system": "Be brief.", "options": {"seed": 1}}
     async with running(loader, ready=False, chat_path=path, **given) as (app, pilot):

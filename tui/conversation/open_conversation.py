@@ -11,7 +11,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.errors import StorageError
-from localrt.history.history import copy_to_memory, end_answer, merge, withdraw
+from localrt.history.conversation import withdraw
+from localrt.history.history import copy_to_memory, end_answer, merge
 from localrt.history.messages import is_nothing, messages_for_model
 
 if TYPE_CHECKING:

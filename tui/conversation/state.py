@@ -8,7 +8,7 @@ show, or raise it as a ``LocalrtError``. Knows the public API, no widget.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -29,7 +29,7 @@ from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, Message
+    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo
     from localrt.common.progress import ProgressCallback
 
 _NONE = ("none", "default")
@@ -359,20 +359,10 @@ class ChatState:
             raise StorageError("the model is still loading")
         if not path:
             raise OptionError("/load needs the path of a saved conversation (.json)")
-        chat = self._model.load_chat(path)
-        messages, options = list(chat.messages), dict(chat.options)
-        chat.close()
-        conversation = self._new()
-        conversation.set(options={**options, **self.options})
-        last = 0
-        for message, info in zip(messages, _infos(messages), strict=True):
-            role, content = message["role"], message["content"]
-            content = content if isinstance(content, list) else str(content or "")
-            if role == "system":
-                conversation.set(system=self.system or str(content))
-            else:
-                last = conversation.add(role, content, after=last, info=info).id
-        self._open(conversation)
+        loaded = self.history.load_file(path).conversations[-1]
+        system = self.system or loaded.system or self.defaults.system
+        loaded.set(system=system, options={**loaded.options, **self.options})
+        self._open(self._as_open(loaded))
 
     def delete(self, id: str) -> None:
         """Delete a conversation; if it is open, a new one replaces it."""
@@ -435,29 +425,3 @@ class ChatState:
 
     def _note(self, line: str) -> None:
         self.notes += (line,)
-
-
-def _infos(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """The ``info`` of each message's turn: its calls, or the call that it is the result of."""
-    infos: list[dict[str, object]] = []
-    functions: dict[str, Mapping[str, object]] = {}
-    for message in messages:
-        info: dict[str, object] = {}
-        if calls := message.get("tool_calls"):
-            info["tool_calls"] = calls
-            functions |= {call["id"]: call["function"] for call in calls if _is_call(call)}
-        if message["role"] == "tool":
-            id = message.get("tool_call_id", "")
-            function = functions.get(id, {})
-            info = {"tool_call_id": id, "title": function.get("name", "")}
-            info["arguments"] = function.get("arguments", "")
-        infos.append(info)
-    return infos
-
-
-def _is_call(call: object) -> bool:
-    return (
-        isinstance(call, Mapping)
-        and isinstance(call.get("id"), str)
-        and isinstance(call.get("function"), Mapping)
-    )
