@@ -274,6 +274,10 @@ class _Conversation:
             if on_progress is not None and not reader.metrics.completion_tokens:
                 on_progress(Progress("prefill", 0, None, "tokens"))
 
+        begun = messages[-1] if messages and "token_ids" in messages[-1] else None
+        old = split_thinking(begun["content"]) if begun is not None else None
+        if old is not None and old.open:  # servers continue answers, not thoughts
+            messages, begun = messages[:-1], None
         body = _body(self._model.name, messages, read_options(options), options, tools)
         path = address.base + "/chat/completions"
         try:
@@ -287,6 +291,8 @@ class _Conversation:
                     if tools and head.status_code in _BECAUSE_OF_TOOLS and "tool" in str(refused):
                         self._refused_tools.set()
                     raise refused
+                if begun is not None:
+                    yield Chunk(begun["content"], (), reader.metrics)
                 for event in events(exchange.pieces(), address):
                     if event is None:
                         reader.reason = reader.reason or "stop"
@@ -362,6 +368,8 @@ def _body(
         whole = {"type": "json_schema", "json_schema": named}
         fields["response_format"] = {"type": "json_object"} if schema is True else whole
     fields |= _thinking(options)
+    if messages and messages[-1].get("prefix"):  # vLLM's names; others know "prefix"
+        fields |= {"continue_final_message": True, "add_generation_prompt": False}
     if tools:
         fields["tools"] = list(tools)
         fields["tool_choice"] = _tool_choice(options.tool_choice)
@@ -390,7 +398,7 @@ def _message(message: Message) -> dict[str, object]:
     """Return a message in a server's form: no earlier thinking, None for a call's empty text,
     pictures as data URIs.
     """
-    found: dict[str, object] = dict(message)
+    found: dict[str, object] = {name: each for name, each in message.items() if name != "token_ids"}
     if isinstance(found["content"], list):
         found["content"] = [_part(part) for part in found["content"]]
     if found["role"] == "assistant" and isinstance(found["content"], str):

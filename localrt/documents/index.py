@@ -89,7 +89,8 @@ class Passage:
 
 
 class DocumentIndex(Closing):
-    """Pieces of files, in the SQLite file ``path``. Thread-safe; several processes may share it.
+    """Pieces of files, in the SQLite file ``path``, which several processes may share, or with None
+    in memory. Thread-safe.
 
     An ``embedder`` adds a search by meaning: a ``localrt.Model``, or another object with ``name``
     and ``embed``, which returns float32 vectors of length 1.
@@ -98,14 +99,16 @@ class DocumentIndex(Closing):
         StorageError: the file cannot be used.
     """
 
-    def __init__(self, path: str | Path, embedder: Any = None) -> None:
-        self._path, self._embedder = user_path(path), embedder
+    def __init__(self, path: str | Path | None, embedder: Any = None) -> None:
+        self._path = None if path is None else user_path(path)
+        self._embedder = embedder
         self._lock = threading.RLock()
         with self._in_words():
-            private_folder(self._path.parent)
-            private_file(self._path)
+            if self._path is not None:
+                private_folder(self._path.parent)
+                private_file(self._path)
             self._connection = sqlite3.connect(
-                self._path, timeout=_BUSY_SECONDS, check_same_thread=False
+                self._path or ":memory:", timeout=_BUSY_SECONDS, check_same_thread=False
             )
             finalize(self, self._connection.close)
             self._connection.create_function("spaced", 1, _spaced, deterministic=True)
@@ -312,12 +315,14 @@ def fitted(
     count: Count,
     progress: ProgressCallback | None = None,
     embedder: Callable[[], Any] | None = None,
+    keep: bool = True,
 ) -> list[Document]:
     """Return the documents, shortened to fit a context with ``free()`` tokens (0: unknown).
 
     If not all fit, those that fit half of the room stay whole. Others become the pieces that match
     the question best, by the index in the user's data folder; their ``note`` says so. ``embedder``
     opens a model for the search, which is closed again; without memory for it, words alone count.
+    Without ``keep``, the index is made in memory and forgotten.
 
     Raises:
         ContextOverflowError: a document does not fit, and cannot be searched.
@@ -337,7 +342,8 @@ def fitted(
         else:
             searched.append(place)
     share = int(min(room, _MOST_QUOTED)) // len(searched)
-    model, why, file = None, "", Settings.from_environment().data_dir / "documents.db"
+    model, why = None, ""
+    file = Settings.from_environment().data_dir / "documents.db" if keep else None
     try:
         model = embedder and embedder()
     except MemoryBudgetError as error:

@@ -37,7 +37,7 @@ from localrt.quant.ops.protocol import is_best
 _CLOSE = "</think>"  # ends the thinking in a parser's text
 
 
-class Answer:
+class AnswerState:
     """The answer to a request so far: ``generated`` has its tokens, ``meter`` its times.
 
     ``shared``: other answers may share its passes.
@@ -64,6 +64,26 @@ class Answer:
         dry = request.sampling.avoids_repetition
         self._dry = Dry(request.sampling, request.prompt, tokenizer) if dry else None
         self._constraint = None if request.constraint is None else request.constraint()
+        asked = len(request.prompt) - request.begun
+        self._prompt, self._written = request.prompt[:asked], list(request.prompt[asked:])
+        self._head = "".join(map(self._replayed, self._written))  # shown with the next chunk
+        self._thought = self._thinking.tokens
+
+    def _replayed(self, token: int) -> str:
+        """Return the text of a token of the answer that is continued; what chooses the next tokens
+        is then as it was after it.
+        """
+        bound = None if self._thinking.free else self._constraint
+        forced = self._thinking.take(instead=token)
+        if forced is None:
+            sampling = self._request.sampling
+            for _ in range(sampling.excludes_top + (not sampling.greedy)):
+                self._rng.random()
+        piece = self._text.push(token)
+        self._thinking.follow(self._inside, forced=forced is not None)
+        if bound is not None:
+            bound.accept(token)
+        return piece
 
     def accept(self, logits: npt.NDArray[Any]) -> Chunk | None:
         """Choose a token from ``logits`` (vocab,), or ``BEST`` if ``Request.best_only``; return its
@@ -91,11 +111,12 @@ class Answer:
             forced = self._thinking.close()  # the answer itself comes later
             token, logprob = self._choose(logits, bound, forced)
         self.generated.append(token)
+        self._written.append(token)
         if self._dry is not None:
             self._dry.push(token)
-        piece = self._text.push(token)
+        piece, self._head = self._head + self._text.push(token), ""
         self._thinking.follow(self._inside, forced=forced is not None)
-        self.meter.token(thinking=self._thinking.tokens)
+        self.meter.token(thinking=self._thinking.tokens - self._thought)
         stopped = self._text.stopped
         if bound is not None:
             bound.accept(token)
@@ -111,7 +132,7 @@ class Answer:
 
     def end(self, reason: FinishReason) -> Chunk:
         """Return the last chunk, with the text that was held back."""
-        rest = self._text.flush(cut=reason != "stop")
+        rest, self._head = self._head + self._text.flush(cut=reason != "stop"), ""
         if self._text.stopped:
             reason = "stop"
         metrics = self.meter.snapshot(final=True)
@@ -161,7 +182,7 @@ class Answer:
 
     def _sample(self, logits: Logits, bound: Constraint | None) -> int:
         request, sampling = self._request, self._request.sampling
-        adjusted = adjust_logits(logits, request.prompt, self.generated, sampling)
+        adjusted = adjust_logits(logits, self._prompt, self._written, sampling)
         if self._dry is not None:
             adjusted = self._dry.applied(adjusted)
         # Each chosen token takes one random number, a draft token none: drafts change nothing.

@@ -82,9 +82,12 @@ Restore: TypeAlias = Callable[[EngineSession, Sequence[int]], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One generation. ``max_tokens=None`` runs to the end of the context."""
+    """One generation. ``max_tokens=None`` runs to the end of the context. The last ``begun`` tokens
+    of the prompt are an answer that is continued: its first chunk repeats their text.
+    """
 
     prompt: Sequence[int]
+    begun: int = 0
     sampling: Sampling
     repeated: tuple[int, ...] = ()  # passes end after as many tokens: later prompts begin with them
     max_tokens: int | None = None
@@ -101,6 +104,7 @@ class Request:
     left_out: tuple[str, ...] = ()  # schema keywords that are not enforced
     mix: Mix = ()  # its adapter set
     restore: Restore | None = None  # restores a saved prefix of the prompt to the session
+    private: bool = False  # its KV cache is saved nowhere
     cancel: threading.Event = field(default_factory=threading.Event)
     on_progress: ProgressCallback | None = None
 

@@ -109,8 +109,12 @@ class ThinkingState:
         self._closed += 1
         return self.take()
 
-    def take(self) -> int | None:
-        """Return the token that must come next, if any."""
+    def take(self, *, instead: int | None = None) -> int | None:
+        """Return the token that must come next, if any. If ``instead`` has come and is another, as
+        under another limit, none must come.
+        """
+        if instead is not None and self._forced[:1] != [instead]:
+            self._forced.clear()
         return self._forced.pop(0) if self._forced else None
 
     def follow(self, inside: bool, *, forced: bool) -> None:

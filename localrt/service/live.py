@@ -89,6 +89,7 @@ class LiveModel(Closing):
     ) -> LiveAnswer:
         """Queue a prompt with the options of ``Model.stream``; iterate over the result.
 
+        The KV cache of a ``private`` prompt is never saved.
         Clients take turns: ``client`` identifies who sends the request. ``request_class`` is what
         it is for: ``"interactive"`` (somebody waits for the next token) or ``"background"``.
         Another thread calls ``notify`` when there is something to take; it must not block.
@@ -186,6 +187,8 @@ class LiveModel(Closing):
                 self._core.engine.take_ram(-reserved)
 
     def _save(self, session: EngineSession | None, *tiers: Tier) -> None:
+        if session is not None and session.private:
+            return  # in RAM neither, from where it would move to the disk
         with suppress(LocalrtError):  # a full disk: the caches are computed again
             self._core.saver.save(session, *(tiers or ("ram", "disk")))
 

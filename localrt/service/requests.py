@@ -26,7 +26,7 @@ from localrt.chat_format.pictures import (
 )
 from localrt.chat_format.structured import Grammars
 from localrt.chat_format.template_syntax import TemplateSyntax, turn_ends
-from localrt.chat_format.thinking import CLOSE
+from localrt.chat_format.thinking import CLOSE, split_thinking
 from localrt.common.errors import (
     CancelledError,
     ContextOverflowError,
@@ -147,6 +147,7 @@ class RequestBuilder:
         suffix: str | None = None,
         files: Sequence[tuple[str, str]] = (),
         tools: Sequence[Mapping[str, object]] | None = None,
+        private: bool = False,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
         **options: object,
@@ -161,6 +162,7 @@ class RequestBuilder:
         chosen = read_options(self._defaults, options)
         check_call(cancel=cancel, on_progress=on_progress)
         check_flag("raw", raw)
+        check_flag("private", private)
         tools = None if chosen.tool_choice == "none" else tools
         offer = self._offered(tools)
         cancel = cancel or threading.Event()
@@ -170,10 +172,11 @@ class RequestBuilder:
                 raise OptionError(
                     f"{option('suffix')} needs what stands before it as a string, in prompt"
                 )
-            ids = self._gap_ids(prompt, suffix, files, chosen, cancel)
+            ids, begun = self._gap_ids(prompt, suffix, files, chosen, cancel), 0
             raw, ends = True, ends | self._infill.ends
         else:
-            ids = self._prompt_ids(prompt, token_ids, raw, tools, chosen, self._watch(cancel))
+            watch = self._watch(cancel)
+            ids, begun = self._prompt_ids(prompt, token_ids, raw, tools, chosen, watch)
         chat = not raw and token_ids is None
         if chat:
             ends = self._chat_ends
@@ -183,9 +186,11 @@ class RequestBuilder:
             raise TokenizerError("stop strings need a tokenizer, and the model has none")
         if chosen.forces_a_call and not chat:
             raise OptionError(f"{option('tool_choice')} needs messages: a raw prompt has no tools")
+        asked = ids[: len(ids) - begun]
         constraint, left_out = self._constraint(chosen, offer if chat else NO_TOOLS)
         return Request(
             prompt=ids,
+            begun=begun,
             repeated=self._prefixes.lengths(ids) if chat and self._engine.recurrent else (),
             sampling=chosen.sampling,
             max_tokens=_answer_tokens(chosen, len(ids)),
@@ -198,9 +203,10 @@ class RequestBuilder:
             speculation=None if self._drafts is None else self._drafts.speculation(chosen),
             constraint=constraint,
             left_out=left_out,
-            parser=self._thinking.parser(ids, offer, chosen) if chat else None,
+            parser=self._thinking.parser(asked, offer, chosen) if chat else None,
             thinking_limit=self._thinking.limit(chosen, tools=bool(tools)) if chat else None,
             mix=() if self._adapters is None else self._adapters.mix(chosen.adapter),
+            private=private,
             cancel=cancel,
             on_progress=on_progress,
         )
@@ -215,20 +221,33 @@ class RequestBuilder:
         """Return the conversation's ids, as the chat template renders it before an answer.
 
         Of the ``options``, only those for thinking matter. A last assistant message with
-        ``"prefix": True`` is the beginning of the answer, which continues it without thinking.
+        ``"prefix": True`` is the beginning of the answer, which continues it without thinking; with
+        ``"token_ids"`` too, the answer continues as the model began it.
 
         Raises:
             OptionError: the given beginning is not text, or the answer is bound.
         """
+        return self._rendered(messages, tools, watch, options)[0]
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None = None,
+        watch: Watch = ignore_count,
+        options: Options | None = None,
+    ) -> tuple[list[int], int]:
+        """Return the ids of ``render``, and how many of the last ones are a continued answer's."""
         options = options or Options()
-        messages, begun = _beginning(_with_system(messages, self._parts.system))
-        if begun:
+        messages, begun, written = _beginning(_with_system(messages, self._parts.system))
+        if begun and not written:
             if options.is_bound:
                 raise OptionError(
                     "the answer has to follow a schema or to be a call, and its beginning is given:"
                     " leave one of them out"
                 )
-            options = replace(options, thinking=False)
+            thought = written is not None and bool(split_thinking(begun).thinking)
+            thinks = thought and (options.thinking or None)
+            options = replace(options, thinking=thinks, thinking_tokens=None)
         told = self._thinking.variables(options)
         offer = self._offered(tools)
         given = self._thinking.shaped(offer.shown(messages))
@@ -242,7 +261,10 @@ class RequestBuilder:
 
         ids = self._with_pictures(given, segments, watch)
         ids += self._thinking.begun(ids, options, tools=bool(tools))
-        return ids + self.tokenizer.encode(begun, add_special=False) if begun else ids
+        if written is None:
+            return ids + (tokenizer.encode(begun, add_special=False) if begun else []), 0
+        written = written or self._thinking.rewritten(begun, ids, tools=bool(tools))
+        return ids + written, len(written)
 
     def _with_pictures(
         self,
@@ -421,7 +443,9 @@ class RequestBuilder:
         tools: Sequence[Mapping[str, object]] | None,
         options: Options,
         watch: Watch,
-    ) -> list[int]:
+    ) -> tuple[list[int], int]:
+        """Return the prompt's ids, and how many of the last ones are a continued answer's."""
+        begun = 0
         if (prompt is None) == (token_ids is None):
             raise OptionError("give either a prompt or token_ids")
         if token_ids is not None:
@@ -434,7 +458,7 @@ class RequestBuilder:
                 ids = self.tokenizer.encode_raw(prompt, watch)
             else:
                 turn: list[Message] = [{"role": "user", "content": prompt}]
-                ids = self._short_enough(turn, tools, watch, options)
+                ids, _ = self._short_enough(turn, tools, watch, options)
         else:
             assert prompt is not None
             if raw:
@@ -442,10 +466,10 @@ class RequestBuilder:
             self.check_messages(prompt)
             if not prompt:
                 raise OptionError("the list of messages is empty")
-            ids = self._fitted(prompt, tools, options, watch)
+            ids, begun = self._fitted(prompt, tools, options, watch)
         if not ids:
             raise OptionError("the prompt is empty: there is nothing to continue")
-        return ids
+        return ids, begun
 
     def _short_enough(
         self,
@@ -453,10 +477,10 @@ class RequestBuilder:
         tools: Sequence[Mapping[str, object]] | None,
         watch: Watch,
         options: Options,
-    ) -> list[int]:
-        """Call ``render``, unless the messages are certainly too long for the context."""
+    ) -> tuple[list[int], int]:
+        """Call ``_rendered``, unless the messages are certainly too long for the context."""
         self._check_length(sum(map(self._least_tokens, messages)), self._parts.ctx)
-        return self.render(messages, tools, watch, options)
+        return self._rendered(messages, tools, watch, options)
 
     def _room(self, options: Options) -> int:
         """Return the most tokens of a prompt, if the oldest turns may be dropped."""
@@ -469,8 +493,8 @@ class RequestBuilder:
         tools: Sequence[Mapping[str, object]] | None,
         options: Options,
         watch: Watch,
-    ) -> list[int]:
-        """Return the conversation's ids, without the oldest turns if the options ask for it."""
+    ) -> tuple[list[int], int]:
+        """Return the ids of ``_rendered``, without the oldest turns if the options ask for it."""
         if options.overflow == "error":
             return self._short_enough(messages, tools, watch, options)
         ctx, room = self._parts.ctx, self._room(options)
@@ -478,12 +502,12 @@ class RequestBuilder:
         start, shown = head, messages
         while True:
             try:
-                ids = self._short_enough(shown, tools, watch, options)
+                ids, begun = self._short_enough(shown, tools, watch, options)
                 size, count = len(ids), f"{len(ids)} tokens"
             except ContextOverflowError as error:
                 ids, size, count = None, error.tokens or 0, "too many tokens"
             if ids is not None and len(ids) <= room:
-                return ids
+                return ids, begun
             # A turn begins at a user message: tool results and answers go with it.
             start = next(
                 (i for i in range(start + 1, len(messages)) if messages[i]["role"] == "user"),
@@ -491,7 +515,7 @@ class RequestBuilder:
             )
             if start >= len(messages):
                 if ids is not None and len(ids) <= ctx - ctx // _ANSWER_SHARE:
-                    return ids  # it only leaves less room than planned
+                    return ids, begun  # it only leaves less room than planned
                 raise ContextOverflowError(
                     f"the last message alone has {count} with the system prompt and the context "
                     f"holds {ctx}: shorten it or raise {option('ctx')}",
@@ -509,20 +533,25 @@ def _answer_tokens(options: Options, prompt: int) -> int | None:
     return left if options.max_tokens is None else min(left, options.max_tokens)
 
 
-def _beginning(messages: Sequence[Message]) -> tuple[Sequence[Message], str]:
-    """Return ``messages`` without the given beginning of the answer, and that text or "".
+def _beginning(
+    messages: Sequence[Message],
+) -> tuple[Sequence[Message], str, list[int] | None]:
+    """Return ``messages`` without the given beginning of the answer, that text or "", and its
+    tokens; None if the answer does not repeat it.
 
     Raises:
         OptionError: it is not text, or there is no other message.
     """
     last = messages[-1] if messages else None
     if not (isinstance(last, Mapping) and last.get("role") == "assistant" and last.get("prefix")):
-        return messages, ""
+        return messages, "", None
     if not isinstance(last["content"], str) or last.get("tool_calls"):
         raise OptionError("the beginning of an answer (prefix) must be text, and nothing else")
     if len(messages) == 1:
         raise OptionError("the beginning of an answer (prefix) must follow another message")
-    return messages[:-1], last["content"]
+    written = last.get("token_ids")
+    ids = None if written is None else whole_ids(written, "token_ids")
+    return messages[:-1], last["content"], ids
 
 
 def _is_pair(file: object) -> bool:

@@ -14,7 +14,7 @@ from localrt.chat_format.histories import with_thoughts_joined
 from localrt.chat_format.messages import Offer
 from localrt.chat_format.parser import USUAL_FRAME, HarmonyParser, TextParser, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax, find_syntax
-from localrt.chat_format.thinking import thoughts_apart
+from localrt.chat_format.thinking import split_thinking, thoughts_apart
 from localrt.engine.options import Options
 from localrt.engine.request import MakeParser
 from localrt.engine.stopping import ThinkingLimit
@@ -71,6 +71,20 @@ class ThinkingControl:
         if tools:  # a call has no answer mark, with which the text may end
             text = text.removesuffix(self._frame.answer)
         return self._ids(text if options.thinks else text + answer)
+
+    def rewritten(self, text: str, ids: Sequence[int], *, tools: bool) -> list[int]:
+        """Return the tokens of an answer's shown ``text``, as the model writes it after ``ids``."""
+        tags, found = self._syntax.tags, split_thinking(text)
+
+        def plain(part: str) -> list[int]:
+            return self._tokenizer.encode(part, add_special=False) if part else []
+
+        if tags is None or not found.thinking:
+            return plain(text)
+        opening = "" if self._opened(ids) else tags.opening + tags.lead
+        closing = "" if found.open else tags.closes(tools=tools and not found.answer)[0]
+        written = self._ids(opening) + plain(found.thinking)
+        return written + self._ids(closing) + plain(found.answer)
 
     def limit(self, options: Options, *, tools: bool) -> ThinkingLimit | None:
         """Return the thinking limit and the tokens that end it or begin a constrained answer."""

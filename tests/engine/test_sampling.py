@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from localrt.common.errors import OptionError
-from localrt.engine.answer import Answer
+from localrt.engine.answer import AnswerState
 from localrt.engine.request import Request
 from localrt.engine.sampling import (
     Dry,
@@ -196,7 +196,7 @@ def test_suppressed_tokens(more: dict[str, Any]) -> None:
 
 def tokens_of(rows: np.ndarray, sampling: Sampling) -> list[int]:
     """An answer's tokens."""
-    answer = Answer(Request(prompt=[1], sampling=sampling), ScriptedSession(int), None)
+    answer = AnswerState(Request(prompt=[1], sampling=sampling), ScriptedSession(int), None)
     for row in rows:
         answer.accept(row)
     return answer.generated

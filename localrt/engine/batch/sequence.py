@@ -13,7 +13,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.progress import Progress
-from localrt.engine.answer import Answer
+from localrt.engine.answer import AnswerState
 from localrt.engine.pool import copy_prefix
 from localrt.engine.protocol import EngineSession, Logits
 from localrt.engine.request import Request
@@ -52,7 +52,7 @@ class BatchSequence(Generic[Owner]):
         self.capacity = min(ctx, grown_capacity(len(request.prompt) + self._limit))
         self.pending: Sequence[int] = ()
         self.done = False
-        self._answer: Answer | None = None
+        self._answer: AnswerState | None = None
         self._cached = 0
         self._speculation = request.speculation
         self._drafting: Drafting | None = None  # used by the last pass
@@ -95,9 +95,10 @@ class BatchSequence(Generic[Owner]):
         """
         session.use(self.request.mix)
         session.best_only = self.request.best_only
+        session.private = self.request.private
         tokens, resumes = self.tokens, self._answer is not None
         if self._answer is None:
-            self._answer = Answer(self.request, session, tokenizer, shared=not alone)
+            self._answer = AnswerState(self.request, session, tokenizer, shared=not alone)
         if self.request.restore is not None:
             self.request.restore(session, tokens)
         if alone and self._speculation is not None:
@@ -189,7 +190,7 @@ class BatchSequence(Generic[Owner]):
         ``check`` is called before each token.
 
         Raises:
-            LocalrtError: see ``Answer.accept``, or raised by ``check``; earlier tokens remain
+            LocalrtError: see ``AnswerState.accept``, or raised by ``check``; earlier tokens remain
             accepted.
         """
         answer, drafting = self._answer, self._drafting
