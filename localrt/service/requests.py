@@ -152,7 +152,7 @@ class RequestBuilder:
         on_progress: ProgressCallback | None = None,
         **options: object,
     ) -> Request:
-        """Return the request for the arguments of ``Model.stream``.
+        """Return the request for the arguments of ``Model.stream``, and ``LiveModel.submit``.
 
         Raises:
             LocalrtError: the prompt or an option cannot be used.
@@ -163,6 +163,9 @@ class RequestBuilder:
         check_call(cancel=cancel, on_progress=on_progress)
         check_flag("raw", raw)
         check_flag("private", private)
+        plan = self._engine.plan
+        if private and plan is not None and "ssd" in plan.placement.kv:
+            raise OptionError("this model keeps keys and values on the SSD: nothing can be private")
         tools = None if chosen.tool_choice == "none" else tools
         offer = self._offered(tools)
         cancel = cancel or threading.Event()

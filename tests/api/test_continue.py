@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -123,3 +124,29 @@ def test_nothing_to_continue(thinker: localrt.Model) -> None:
         joined(chat.continue_answer(json_schema=True))
     assert chat.messages[-1]["content"] == "Well,"
     assert joined(chat.continue_answer(max_tokens=3)).text.startswith("Well,")
+
+
+# -- what is kept nowhere --------------------------------------------------------------------------
+
+
+def test_nothing_on_the_disk(
+    thinker: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor in RAM, from where it would move to the disk."""
+    for name in ("CACHE", "DATA", "CONFIG", "STATE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LOCALRT_KV_DISK")
+    prompt = "Count from one to twenty in words, then backwards. " * 4
+    with localrt.load(thinker.info.path, draft="off") as model:
+        seen = []
+        for private in (True, False):
+            with model.live() as live:
+                live.generate(prompt, max_tokens=40, ignore_eos=True, private=private)
+                live.park("ram")
+                live.park()
+            seen.append({path for path in tmp_path.rglob("*") if path.is_file()})
+        assert seen[0] == set()
+        assert any("kv" in path.parts for path in seen[1])
+        with pytest.raises(OptionError, match="private must be true or false"):
+            model.generate(prompt, private=1)

@@ -45,6 +45,9 @@ async def test_same_answers_as_local(model: localrt.Model, server: Running) -> N
         assert there.messages == here.messages
         assert there.tokens_used == theirs.metrics.prompt_tokens + 12
         assert (await there.asend("more", max_tokens=4)).metrics.completion_tokens == 4
+        cut = there.send("go on", max_tokens=4).text
+        assert joined(there.continue_answer(max_tokens=4)).text == there.messages[-1]["content"]
+        assert there.messages[-1]["content"].startswith(cut)
         assert there.park() == 0
         assert (remote.status(), remote.advise()) == (None, None)
         assert 1 <= remote.count(there.messages) < 1000
@@ -109,6 +112,30 @@ def test_sent_options() -> None:
     assert first["stop"] == ["x"]
     assert set(second) == {"temperature", "repetition_penalty"} | always
     assert "authorization" not in running.asked[0].headers
+
+
+@pytest.mark.parametrize(
+    ("old", "begun", "got"),
+    [
+        ("Well,", {"role": "assistant", "content": "Well,", "prefix": True}, "Well, yes"),
+        (
+            "<think>hm</think>Well,",
+            {"role": "assistant", "content": "Well,", "prefix": True},
+            "<think>hm</think>Well, yes",
+        ),
+        ("<think>hm", None, " yes"),  # no server goes on with a thought
+    ],
+)
+def test_continued_answer(old: str, begun: Any, got: str) -> None:
+    with saying(HEAD + delta("stop", content=" yes") + DONE) as running, connect(running.url) as it:
+        chat = it.chat()
+        chat.messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": old}]
+        assert joined(chat.continue_answer()).text == got
+        assert [each["content"] for each in chat.messages] == ["a", got]
+        sent = running.asked[1].body
+    assert sent["messages"][1:] == [begun] * (begun is not None)
+    names = {"continue_final_message": True, "add_generation_prompt": False}
+    assert {name: sent[name] for name in names if name in sent} == (names if begun else {})
 
 
 def test_sent_pictures(tmp_path: Path) -> None:

@@ -235,9 +235,11 @@ def test_whole_or_searched(report: Path, tmp_path: Path) -> None:
     size = words(document.text)
     assert fitted([document], "x", free=lambda: 0, count=words) == [document]
     assert fitted([document], "x", free=lambda: 2 * size, count=words) == [document]
-    (shown,) = fitted(
-        [document], "Where is topic17, in more words?", free=lambda: 1000, count=words
-    )
+    question = "Where is topic17, in more words?"
+    (unkept,) = fitted([document], question, free=lambda: 1000, count=words, keep=False)
+    assert not (tmp_path / "data").exists()
+    (shown,) = fitted([document], question, free=lambda: 1000, count=words)
+    assert shown == unkept
     assert words(shown.text) <= 750
     assert "[report.pdf, page 18]\nPage about topic17." in shown.text
     assert shown.text.startswith("report.pdf (40 pages) is too long to show.")
