@@ -372,7 +372,7 @@ class ChatSession:
         before, keep = self.messages, False
         if begun is not None:
             before, turn = before[:-1], [begun]
-        ids, ended = list(begun["token_ids"]) if begun is not None else [], False
+        ids, ended = list[int](), False
         try:
             answer = self._cache.answer(
                 [*before, *turn],
@@ -384,7 +384,7 @@ class ChatSession:
             with closing(answer) as chunks:
                 for chunk in chunks:
                     said["content"] += chunk.text
-                    ids += chunk.token_ids
+                    ids += *chunk.info.get("begun", ()), *chunk.token_ids
                     ended = chunk.finish_reason in ("stop", "tool_calls")
                     if chunk.tool_calls:
                         said["tool_calls"] = [call.to_dict() for call in chunk.tool_calls]

@@ -66,8 +66,15 @@ class AnswerState:
         self._constraint = None if request.constraint is None else request.constraint()
         asked = len(request.prompt) - request.begun
         self._prompt, self._written = request.prompt[:asked], list(request.prompt[asked:])
-        self._head = "".join(map(self._replayed, self._written))  # shown with the next chunk
+        head = "".join(map(self._replayed, self._written))
+        begun: dict[str, Any] = {"begun": tuple(self._written)} if self._written else {}
+        self._head = head, begun  # of the next chunk
         self._thought = self._thinking.tokens
+
+    def _take_head(self) -> tuple[str, dict[str, Any]]:
+        """Return what the next chunk has besides its own: a continued answer's text and info."""
+        head, self._head = self._head, ("", {})
+        return head
 
     def _replayed(self, token: int) -> str:
         """Return the text of a token of the answer that is continued; what chooses the next tokens
@@ -114,7 +121,8 @@ class AnswerState:
         self._written.append(token)
         if self._dry is not None:
             self._dry.push(token)
-        piece, self._head = self._head + self._text.push(token), ""
+        head, info = self._take_head()
+        piece = head + self._text.push(token)
         self._thinking.follow(self._inside, forced=forced is not None)
         self.meter.token(thinking=self._thinking.tokens - self._thought)
         stopped = self._text.stopped
@@ -125,14 +133,17 @@ class AnswerState:
                 stopped = True
         metrics = self.meter.snapshot(final=stopped)
         if not stopped:
-            return Chunk(piece, (token,), metrics, None, logprob)
+            return Chunk(piece, (token,), metrics, None, logprob, info=info)
         matched = self._text.matched
         reason = self._reason("stop")
-        return Chunk(piece, (token,), metrics, reason, logprob, self._calls, stop_string=matched)
+        return Chunk(
+            piece, (token,), metrics, reason, logprob, self._calls, info, stop_string=matched
+        )
 
     def end(self, reason: FinishReason) -> Chunk:
         """Return the last chunk, with the text that was held back."""
-        rest, self._head = self._head + self._text.flush(cut=reason != "stop"), ""
+        head, info = self._take_head()
+        rest = head + self._text.flush(cut=reason != "stop")
         if self._text.stopped:
             reason = "stop"
         metrics = self.meter.snapshot(final=True)
@@ -144,6 +155,7 @@ class AnswerState:
             metrics,
             reason,
             tool_calls=self._calls,
+            info=info,
             stop_string=matched,
             end_logprob=self._end_logprob,
         )

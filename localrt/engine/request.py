@@ -83,7 +83,7 @@ Restore: TypeAlias = Callable[[EngineSession, Sequence[int]], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One generation. ``max_tokens=None`` runs to the end of the context. The last ``begun`` tokens
-    of the prompt are an answer that is continued: its first chunk repeats their text.
+    of the prompt are an answer that is continued: its first chunk repeats them (``Chunk.info``).
     """
 
     prompt: Sequence[int]

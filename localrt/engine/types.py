@@ -105,6 +105,8 @@ class Chunk:
     ``<think>...</think>`` (``localrt.split_thinking``). In a batch, ``error`` is what went wrong
     with this prompt alone, and the reason is ``"error"``. ``end_logprob`` is of the token that
     ended the answer, where log-probabilities are wanted and one did: it is no part of the text.
+    ``info["begun"]``, in the first chunk of an answer that is continued: the tokens of the text
+    that the chunk repeats.
     """
 
     text: str

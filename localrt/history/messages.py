@@ -124,22 +124,21 @@ class AnswerRecord:
 
     def add(self, chunk: Chunk) -> None:
         """Take the next chunk."""
-        self._ids += chunk.token_ids
+        self._ids += *chunk.info.get("begun", ()), *chunk.token_ids
         self._last = chunk
 
-    def info(self, model: str, before: Sequence[int] = ()) -> dict[str, Any]:
+    def info(self, model: str) -> dict[str, Any]:
         """The turn's ``info``: ``tokens``, ``tok_s``, ``context``, ``finish_reason``, and the
-        ``ids`` with which ``model`` can continue it if it did not end by itself.
-
-        ``before`` are the tokens that it continued; empty without a chunk.
+        ``ids`` with which ``model`` can continue it if it did not end by itself. Empty without a
+        chunk.
         """
         if self._last is None:
             return {}
-        reason, ids = self._last.finish_reason, [*before, *self._ids]
+        reason = self._last.finish_reason
         info = {**answer_counts(self._last.metrics, model), "finish_reason": reason}
-        info["tokens"] += len(before)
-        if reason not in ("stop", "tool_calls") and self._ids and len(ids) <= _MOST_IDS:
-            info["ids"] = ids
+        info["tokens"] = max(info["tokens"], len(self._ids))
+        if reason not in ("stop", "tool_calls") and 0 < len(self._ids) <= _MOST_IDS:
+            info["ids"] = self._ids
         return info
 
 

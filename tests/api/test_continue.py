@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt import History
 from localrt.common.errors import OptionError
+from localrt.history.messages import AnswerRecord, messages_for_model
 from localrt.service.arguments import joined
 from tests.api.test_prompts import TEMPLATE
 from tests.chat_format.call_templates import KINDS, TEMPLATES
@@ -71,6 +73,31 @@ def _begun(first: localrt.Chunk) -> Any:
     return {"role": "assistant", "content": first.text, "prefix": True, "token_ids": ids}
 
 
+def test_a_turn_that_goes_on(thinker: localrt.Model) -> None:
+    """As the docs have it, twice."""
+    whole = thinker.generate("hi", max_tokens=30, **SEED)
+    with History(":memory:") as history:
+        conversation = history.new(model=thinker.name, options=SEED)
+        conversation.add("user", "hi")
+        writer = conversation.answer()
+        messages = messages_for_model(conversation.turns, None, before=writer.turn)
+        for answer in ("stream", "continue_answer", "continue_answer"):
+            chat, record = thinker.chat(max_tokens=10, **conversation.options), AnswerRecord()
+            chat.messages = messages
+            with writer:
+                for chunk in getattr(chat, answer)():
+                    writer.write(chunk.text)
+                    record.add(chunk)
+                writer.finish("done", info=record.info(thinker.name))
+            last = {"continued": writer.turn, "model": thinker.name}
+            messages = messages_for_model(conversation.turns, None, **last)
+            writer = conversation.reopen(writer.turn)
+        writer.finish()
+        (_, turn) = conversation.turns
+    assert (turn.content, turn.info["tokens"]) == (whole.text, 30)
+    assert turn.info["ids"] == list(whole.token_ids)
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_half_a_call_goes_on(thinker: localrt.Model, name: str) -> None:
     requests = with_template(thinker, TEMPLATES[name])
@@ -108,7 +135,9 @@ def test_an_answer_of_elsewhere(thinker: localrt.Model, name: str, text: str, en
     request = requests.make([*ASK, begun])
     prompt = requests.tokenizer.decode(request.prompt, skip_special=False)
     assert prompt.endswith(end)
-    found = joined(chunks_of(requests, " indeed.", messages=[*ASK, begun]))
+    first, *rest = chunks_of(requests, " indeed.", messages=[*ASK, begun])
+    assert first.info["begun"] == tuple(request.prompt[-request.begun :])
+    found = joined([first, *rest])
     got, whole = (localrt.split_thinking(each) for each in (found.text, text + " indeed."))
     assert (got.thinking, got.answer) == (whole.thinking, whole.answer)
 

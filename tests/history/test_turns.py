@@ -94,10 +94,10 @@ def test_reopen(history: History) -> None:
 
 def test_what_a_stopped_answer_keeps() -> None:
     record, metrics = AnswerRecord(), Metrics(prompt_tokens=5, completion_tokens=2)
-    assert record.info("m", before=[7]) == {}
-    for token, reason in ((8, None), (9, "length")):
-        record.add(Chunk("x", (token,), metrics, reason))  # type: ignore[arg-type]
-    info = record.info("m", before=[7])
+    assert record.info("m") == {}
+    record.add(Chunk("old x", (8,), metrics, info={"begun": (7,)}))
+    record.add(Chunk("x", (9,), metrics, "length"))
+    info = record.info("m")
     facts = {"tokens": 3, "tok_s": None, "context": [7, "m"], "finish_reason": "length"}
     assert info == {**facts, "ids": [7, 8, 9]}
     record.add(Chunk("", (), metrics, "stop"))
