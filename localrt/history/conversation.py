@@ -19,14 +19,7 @@ from localrt.chat_format.thinking import CLOSE, OPEN, parted
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.engine.types import Message
-from localrt.history.database import (
-    AnswerWriter,
-    Database,
-    erase,
-    insert,
-    keep_aside,
-    settle_cut,
-)
+from localrt.history.database import AnswerWriter, Database, erase, insert, keep_aside, settle_cut
 from localrt.history.pictures import (
     KeptPicture,
     joined_content,
@@ -251,9 +244,8 @@ class Conversation:
             followed = "SELECT 1 FROM turn WHERE parent = ?"
             if old.state == "writing" or connection.execute(followed, (number,)).fetchone():
                 raise OptionError("only the last answer of a branch can be continued")
-            connection.execute(
-                "UPDATE turn SET state = 'writing', writer = ? WHERE id = ?", (own_name(), number)
-            )
+            change = "UPDATE turn SET state = 'writing', writer = ? WHERE id = ?"
+            connection.execute(change, (own_name(), number))
             self._touch(connection)
         return AnswerWriter(self._database, self.id, number, before=old.state)
 
@@ -272,8 +264,7 @@ class Conversation:
         above = rows.get(rows[number]["parent"])
         if rows[number]["role"] != "user" and above is not None:
             said.append(dict(above))  # the caches that hold an answer are found by its question
-        created = rows[number]["created"]
-        erase(self._database, lambda connection: withdraw(self, number), said, created)
+        erase(self._database, lambda _: withdraw(self, number), said, rows[number]["created"])
 
     def turn(self, number: int) -> Turn:
         """One turn, shown or not."""

@@ -48,20 +48,17 @@ def messages_for_model(
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     begun: list[Message] = []
     for turn, following in zip(turns, (*turns[1:], None), strict=False):
+        if turn.id == continued:
+            ids = _continued_ids(turn.info, model)
+            begun = [{**turn.message, "prefix": True, "token_ids": ids}]
         if turn.id in (before, continued):
-            if turn.id == continued:
-                begun = [_begun(turn, model)]
             break
         if turn.role == "tool" or not (_unanswered(turn, following) or is_nothing(turn)):
             messages.append(turn.message if sees else _without_pictures(turn))
     return [*_with_answers(_with_results(messages)), *begun]
 
 
-def _begun(turn: Turn, model: str | None) -> Message:
-    return {**turn.message, "prefix": True, "token_ids": continued_ids(turn.info, model)}
-
-
-def continued_ids(info: Mapping[str, Any], model: str | None) -> list[int]:
+def _continued_ids(info: Mapping[str, Any], model: str | None) -> list[int]:
     """The tokens of a stopped answer, from its turn's ``info``; none if another model wrote it."""
     match info:
         case {"ids": list(ids), "context": [_, name]} if name == model:
@@ -103,10 +100,8 @@ def ways_out(tokens: int, ctx: int, contexts: Sequence[PlannedContext] = ()) -> 
 
     ``contexts`` are those of the model's plan. A longer one is offered if it leaves room to go on.
     """
-    ways = [
-        Way("oldest", "Leave out the oldest turns"),
-        Way("summary", "Summarize what was said so far"),
-    ]
+    ways = [Way("oldest", "Leave out the oldest turns")]
+    ways.append(Way("summary", "Summarize what was said so far"))
     largest = max(contexts, key=lambda each: each.tokens, default=None)
     if largest is not None and largest.tokens >= 2 * max(ctx, tokens):
         longer = min(largest.tokens, 4 * max(ctx, tokens))
