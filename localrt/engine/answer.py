@@ -66,6 +66,7 @@ class AnswerState:
         self._constraint = None if request.constraint is None else request.constraint()
         asked = len(request.prompt) - request.begun
         self._prompt, self._written = request.prompt[:asked], list(request.prompt[asked:])
+        self._misfit: LocalrtError | None = None
         head = "".join(map(self._replayed, self._written))
         begun: dict[str, Any] = {"begun": tuple(self._written)} if self._written else {}
         self._head = head, begun  # of the next chunk
@@ -89,7 +90,10 @@ class AnswerState:
         piece = self._text.push(token)
         self._thinking.follow(self._inside, forced=forced is not None)
         if bound is not None:
-            bound.accept(token)
+            try:
+                bound.accept(token)
+            except LocalrtError as error:  # of another schema; told when it is its turn
+                self._misfit = self._misfit or error
         return piece
 
     def accept(self, logits: npt.NDArray[Any]) -> Chunk | None:
@@ -100,8 +104,11 @@ class AnswerState:
         allows no further token.
 
         Raises:
-            LocalrtError: the logits are NaN, or no token fits the constraint.
+            LocalrtError: the logits are NaN, or no token fits the constraint, or what is continued
+                does not.
         """
+        if self._misfit is not None:
+            raise self._misfit
         request = self._request
         values = logits["value"] if is_best(logits) else logits
         if not np.isfinite(values.max()):

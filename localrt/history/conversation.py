@@ -236,7 +236,7 @@ class Conversation:
         The text stays until then: the model repeats it (``ChatSession.continue_answer``).
 
         Raises:
-            OptionError: it is no answer, calls tools, is being written, or turns follow it.
+            OptionError: it is no answer, calls tools, is empty or being written, or turns follow.
         """
         with self._database.transaction() as connection:
             settle_cut(connection)
@@ -244,6 +244,8 @@ class Conversation:
             followed = "SELECT 1 FROM turn WHERE parent = ?"
             if old.state == "writing" or connection.execute(followed, (number,)).fetchone():
                 raise OptionError("only the last answer of a branch can be continued")
+            if not old.content:
+                raise OptionError("nothing of this answer was kept: answer the question again")
             change = "UPDATE turn SET state = 'writing', writer = ? WHERE id = ?"
             connection.execute(change, (own_name(), number))
             self._touch(connection)

@@ -10,7 +10,7 @@ import pytest
 
 import localrt
 from localrt import History
-from localrt.common.errors import OptionError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.history.messages import AnswerRecord, messages_for_model
 from localrt.service.arguments import joined
 from tests.api.test_prompts import TEMPLATE
@@ -153,6 +153,13 @@ def test_nothing_to_continue(thinker: localrt.Model) -> None:
         joined(chat.continue_answer(json_schema=True))
     assert chat.messages[-1]["content"] == "Well,"
     assert joined(chat.continue_answer(max_tokens=3)).text.startswith("Well,")
+    chat.messages = [*ASK, _begun(thinker.generate(ASK, regex="[ab]{9}", max_tokens=4))]
+    with pytest.raises(LocalrtError, match="kept within its grammar"):
+        joined(chat.continue_answer(regex="[cd]{9}"))
+    with thinker.live() as live:
+        with pytest.raises(LocalrtError, match="kept within its grammar"):
+            live.generate(chat.messages, regex="[cd]{9}")
+        assert live.generate("hi", max_tokens=1).finish_reason
 
 
 # -- what is kept nowhere --------------------------------------------------------------------------

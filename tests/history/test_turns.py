@@ -90,6 +90,8 @@ def test_reopen(history: History) -> None:
     talk.add("user", "more")
     with pytest.raises(OptionError, match="only the last answer"):
         talk.reopen(answer.id)
+    with pytest.raises(OptionError, match="answer the question again"):
+        talk.reopen(talk.add("assistant", "").id)
 
 
 def test_what_a_stopped_answer_keeps() -> None:
