@@ -123,6 +123,7 @@ _PACKAGES = (
     ("torch", "torch", "computing in bf16 or f32, and long prompts of bf16 weights on a GPU"),
     ("llama-cpp-python", "llamacpp", "the llamacpp engine: more architectures, bench's baseline"),
     ("torch", "quantize", "quantizing with calibration"),
+    ("ray", "ray", "batches on many machines"),
 )
 
 
