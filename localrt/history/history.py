@@ -196,7 +196,8 @@ class History(Closing):
         return None
 
     def load_file(self, path: str | Path) -> LoadedFile:
-        """Read conversations from a file of this or another program, as new ones.
+        """Read conversations from a file, as new ones: from this program, ChatGPT, LM Studio,
+        llama.cpp, Open WebUI, or messages in OpenAI's form; ZIP files of these too.
 
         Raises:
             StorageError: the file cannot be read, or is of no known kind.

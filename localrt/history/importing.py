@@ -1,17 +1,48 @@
-"""Conversations from files: those of this program.
+"""Conversations from files: our own, and what other programs export.
 
-A file is read whole before anything of it is written; what could not be taken is told in lines.
+A translator per format gives a conversation OpenAI's form, with ``id`` and ``parent`` in messages
+of branches. A value of another type than it should have counts as missing. All texts are read
+before anything is written; what could not be taken is told in lines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+import zipfile
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO, cast
 
-from localrt.engine.types import Message
-from localrt.history.conversation import Conversation
+from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
+from localrt.common.errors import OptionError, StorageError, reason_of
+from localrt.common.files import MOST_BYTES, parse_json, read_bytes, read_stream, text_lines
+from localrt.history.conversation import Conversation, title_of
+from localrt.history.database import insert
+from localrt.history.pictures import (
+    LARGEST_PICTURE,
+    KeptPicture,
+    keep_pictures,
+    read_picture,
+    stored_info,
+)
 from localrt.history.presets import check_options
+
+_MOST_UNPACKED = 1 << 30  # bytes of all texts in a ZIP file
+_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
+_ROLES = ("user", "assistant")
+_LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
+_PICTURES = "pictures that are not in the file"
+_OTHERS = "parts that are neither text nor pictures"
+_CALLS, _LINES = "calls and results of tools", "lines or files that are not JSON"
+_FOLDED = re.compile(  # Open WebUI's thoughts and calls, within the text
+    r'<details type="(\w+)"[^>]*>\s*(?:<summary>.*?</summary>)?(.*?)</details>\s*', re.DOTALL
+)
+_CITATION = re.compile("\ue200.*?\ue201", re.DOTALL)  # ChatGPT's
+_Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,43 +55,376 @@ class LoadedFile:
 
 def load_file(new: Callable[..., Conversation], path: Path) -> LoadedFile:
     """Write the conversations of a file by ``new``: see ``History.load_file``."""
+    left: Counter[str] = Counter()
+    with ExitStack() as stack:
+        archive, documents = _documents(path, stack, left)
+        if "version" in (own := _dict(documents[0] if documents else None)) and "messages" in own:
+            items = [_own(path, own)]
+        else:
+            items = [each for document in documents for each in _items(document)]
+        sheets = [_Sheet(each, archive, left) for each in items]
+        sheets = [sheet for sheet in sheets if sheet.has_turns]
+        if not sheets:
+            raise StorageError(
+                f"{path} is not a saved chat, and no export of ChatGPT, LM Studio, llama.cpp or "
+                "Open WebUI that has messages"
+            )
+        conversations = tuple(sheet.write(new) for sheet in sheets)
+    return LoadedFile(conversations, tuple(f"{what}: {count}" for what, count in (+left).items()))
+
+
+def _documents(
+    path: Path, stack: ExitStack, left: Counter[str]
+) -> tuple[zipfile.ZipFile | None, list[Any]]:
+    """The JSON of a file, or of all such files in an archive, which stays open."""
+    try:
+        if not path.is_file() or not zipfile.is_zipfile(path):
+            return None, [_parsed(read_bytes(path), left)]
+        archive = stack.enter_context(zipfile.ZipFile(path))
+        documents, room = [], _MOST_UNPACKED
+        for name in archive.namelist():
+            if name.endswith((".json", ".jsonl")):
+                data = _member(archive, name, min(room, MOST_BYTES))
+                room -= len(data)
+                try:
+                    documents.append(_parsed(data, left))
+                except ValueError:
+                    left[_LINES] += 1
+        return archive, documents
+    except OptionError as error:
+        raise StorageError(error.marked) from error
+    except ValueError as error:
+        raise StorageError(f"{path} is not a saved chat: it is not JSON") from error
+    except (OSError, *_DAMAGED_ZIP) as error:
+        raise StorageError(f"{path} cannot be read: {reason_of(error)}") from error
+
+
+def _parsed(data: bytes, left: Counter[str]) -> Any:
+    """A JSON value, or the list of those on each line."""
+    try:
+        return parse_json(data)
+    except ValueError:
+        values: list[Any] = []
+        lines = [*filter(str.strip, text_lines(data.decode("utf-8-sig")))]
+        for line in lines:
+            with suppress(ValueError):
+                values.append(parse_json(line))
+        if not any(map(_dict, values)) and not any(map(_list, values)):
+            raise
+        left[_LINES] += len(lines) - len(values)
+        return values
+
+
+def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
+    with archive.open(name) as stream:
+        return read_stream(cast(BinaryIO, stream), name, most)
+
+
+# -- formats -------------------------------------------------------------------------------------
+
+
+def _items(document: Any) -> list[_Json]:
+    """The conversations of a document in OpenAI's form."""
+    entries = [document] if isinstance(document, dict) else _list(document)
+    if entries and all("role" in _dict(each) for each in entries):
+        return [{"messages": entries}]
+    items: list[_Json] = []
+    for each in entries:
+        item = {"messages": each} if isinstance(each, list) else _dict(each)
+        if item.get("type") == "session":  # of llama.cpp, a line a message
+            items.append({"conv": item, "messages": []})
+        elif item.get("type") == "message" and items:
+            _list(items[-1].get("messages")).append(item.get("message"))
+        elif "mapping" in item:
+            items.append(_chatgpt(item))
+        elif "chat" in item or "history" in item:
+            items.append(_open_webui(_dict(item.get("chat", item))))
+        elif any("versions" in _dict(message) for message in _list(item.get("messages"))):
+            items.append(_lm_studio(item))
+        else:
+            items.append(item)
+    return items
+
+
+def _own(path: Path, record: _Json) -> _Json:
+    """A chat that we saved or exported, whose messages and options must be right."""
     from localrt.chat import read_saved  # brings models
 
     model, messages, options = read_saved(path)
     check_options(options)
-    conversation = new(model=model, options=options)
-    last = 0
-    for message, info in zip(messages, _infos(messages), strict=True):
-        role, content = message["role"], message["content"]
-        content = content if isinstance(content, list) else str(content or "")
-        if role == "system":
-            conversation.set(system=str(content))
-        else:
-            last = conversation.add(role, content, after=last, info=info).id
-    return LoadedFile((conversation,))
+    messages = _list(record.get("branches")) or messages
+    return {**record, "model": model, "messages": messages, "options": options}
 
 
-def _infos(messages: Sequence[Message]) -> list[dict[str, object]]:
-    """The ``info`` of each message's turn: its calls, or the call that it is the result of."""
-    infos: list[dict[str, object]] = []
-    functions: dict[str, Mapping[str, object]] = {}
-    for message in messages:
-        info: dict[str, object] = {}
-        if calls := message.get("tool_calls"):
-            info["tool_calls"] = calls
-            functions |= {call["id"]: call["function"] for call in calls if _is_call(call)}
-        if message["role"] == "tool":
-            id = message.get("tool_call_id", "")
-            function = functions.get(id, {})
-            info = {"tool_call_id": id, "title": function.get("name", "")}
-            info["arguments"] = function.get("arguments", "")
-        infos.append(info)
-    return infos
+def _open_webui(chat: _Json) -> _Json:
+    history = _dict(chat.get("history"))
+    return {
+        "title": chat.get("title"),
+        "system": _dict(chat.get("params")).get("system"),
+        "model": next(iter(_list(chat.get("models"))), ""),
+        "messages": [*_dict(history.get("messages")).values()] or chat.get("messages"),
+        "current": history.get("currentId"),
+    }
+
+
+def _chatgpt(item: _Json) -> _Json:
+    messages = []
+    for id, node in _dict(item.get("mapping")).items():
+        message = _dict(_dict(node).get("message"))
+        content, about = _dict(message.get("content")), _dict(message.get("metadata"))
+        role = _dict(message.get("author")).get("role")
+        parts = [*_list(content.get("parts"))]
+        if content.get("content_type") == "code":
+            parts = [f"```{_text(content.get('language'))}\n{_text(content.get('text'))}\n```"]
+        if role == "tool" and any(map(_dict, parts)):
+            role = "assistant"  # a picture that was drawn
+        if role == "system" or about.get("is_visually_hidden_from_conversation"):
+            role, parts = "system", []
+        thoughts = [_text(_dict(each).get("content")) for each in _list(content.get("thoughts"))]
+        messages.append(
+            {
+                "id": id,
+                "parent": _dict(node).get("parent"),
+                "role": role,
+                "content": [_CITATION.sub("", p) if isinstance(p, str) else p for p in parts],
+                "thinking": "\n\n".join(thoughts),
+                "created": message.get("create_time"),
+                "model": about.get("model_slug"),
+            }
+        )
+    return {"title": item.get("title"), "messages": messages, "current": item.get("current_node")}
+
+
+def _lm_studio(item: _Json) -> _Json:
+    """Each version of a message follows the selected one of the message before."""
+    fields = map(_dict, _list(_dict(item.get("perChatPredictionConfig")).get("fields")))
+    systems = [e.get("value") for e in fields if e.get("key") == "llm.prediction.systemPrompt"]
+    messages: list[_Json] = []
+    last = ""
+    for number, message in enumerate(map(_dict, _list(item.get("messages")))):
+        versions = _list(message.get("versions"))
+        for place, version in enumerate(map(_dict, versions)):
+            parts: list[Any] = []
+            thoughts: list[Any] = []
+            for step in (version, *map(_dict, _list(version.get("steps")))):
+                thinks = _dict(step.get("style")).get("type") == "thinking"
+                (thoughts if thinks else parts).extend(_list(step.get("content")))
+            messages.append(
+                {
+                    "id": f"{number}.{place}",
+                    "parent": last,
+                    "role": version.get("role"),
+                    "content": parts,
+                    "thinking": "\n\n".join(_text(_dict(each).get("text")) for each in thoughts),
+                    "created": item.get("createdAt"),
+                }
+            )
+        selected = message.get("currentlySelected")
+        last = f"{number}.{selected if selected in range(len(versions)) else 0}"
+    return {
+        "title": item.get("name"),
+        "system": next(filter(None, systems), item.get("systemPrompt")),
+        "model": _dict(item.get("lastUsedModel")).get("identifier"),
+        "messages": messages,
+        "current": last,
+    }
+
+
+# -- one form ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Message:
+    id: str
+    parent: str
+    role: str
+    parts: list[_Json]
+    thought: str
+    created: float  # in seconds since the epoch; 0 if the file has no time
+    calls: list[_Json]
+    call_id: str
+
+
+class _Sheet:
+    """A conversation to be written. What of it is left out is counted in ``left``."""
+
+    def __init__(self, item: _Json, archive: zipfile.ZipFile | None, left: Counter[str]) -> None:
+        about = _dict(item.get("conv")) or item
+        self._archive, self._left = archive, left
+        self._title = _text(about.get("title", about.get("name"))).strip()
+        self._model = _text(item.get("model"))
+        self._options = _dict(item.get("options"))
+        systems, last = [_text(item.get("system"))], ""
+        self._messages: dict[str, _Message] = {}
+        for number, each in enumerate(map(_dict, _list(item.get("messages"))), 1):
+            message = _message(each, number, last)
+            if message.role in ("system", "developer"):
+                systems += [part.get("text", "") for part in message.parts]
+                message.parts = []
+            self._model = self._model or _text(each.get("model"))
+            self._messages[message.id] = message
+            last = message.id
+        self._system = "\n\n".join(filter(None, systems)) or None
+        self._current = str(about.get("currNode") or about.get("current") or last)
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether anybody said anything."""
+        return any(each.parts and each.role in _ROLES for each in self._messages.values())
+
+    def write(self, new: Callable[..., Conversation]) -> Conversation:
+        """Write it; its turns in one transaction."""
+        children: dict[str | None, list[_Message]] = defaultdict(list)
+        for message in self._messages.values():
+            known = message.parent in self._messages
+            children[message.parent if known else None].append(message)
+        calls = {c["id"]: c["function"] for each in self._messages.values() for c in each.calls}
+        conversation = new(model=self._model, system=self._system, options=self._options)
+        numbers: dict[str, int | None] = {}  # of a message's turn, or the one above it
+        thoughts: dict[str, str] = {}  # that precede the answer which follows a message
+        times = []
+        waiting = children[None][::-1]
+        with conversation._database.transaction() as connection:
+            while waiting:
+                message = waiting.pop()
+                waiting += children[message.id][::-1]
+                above, before = numbers.get(message.parent), thoughts.get(message.parent)
+                numbers[message.id] = above
+                info = self._info(message, calls)
+                thought = "\n\n".join(filter(None, (before, message.thought)))
+                if info is None or not (message.parts or info or not children[message.id]):
+                    thoughts[message.id] = thought
+                    continue
+                content, pictures = self._content(message, thought)
+                created = message.created or conversation.created
+                times.append(created)
+                number = insert(
+                    connection,
+                    "turn",
+                    conversation=conversation.id,
+                    parent=above,
+                    role=message.role,
+                    content=content,
+                    state="done",
+                    created=created,
+                    info=stored_info(info, pictures),
+                )
+                keep_pictures(connection, number, pictures)
+                numbers[message.id] = number
+                self._title = self._title or title_of(content)
+            shown = numbers.get(self._current) or max(filter(None, numbers.values()), default=None)
+            if shown is not None:
+                conversation._show(connection, shown)
+            conversation.set(title=self._title)
+            change = "UPDATE conversation SET created = ?, updated = ? WHERE id = ?"
+            times = times or [conversation.created]
+            connection.execute(change, (min(times), max(times), conversation.id))
+        return conversation
+
+    def _info(self, message: _Message, calls: Mapping[str, _Json]) -> dict[str, object] | None:
+        """What the turn of a message keeps besides its content; None if it is no turn."""
+        if message.role == "tool" and message.call_id in calls:
+            function = calls[message.call_id]
+            title = {"tool_call_id": message.call_id, "title": function.get("name", "")}
+            return {**title, "arguments": function.get("arguments", "")}
+        if message.role not in _ROLES:
+            kind = _CALLS if message.role == "tool" else f"messages of role {message.role:.20}"
+            self._left[kind] += bool(message.parts) or message.role == "tool"
+            return None
+        if not (message.parts or message.thought or message.calls):
+            return None
+        return {"tool_calls": message.calls} if message.calls else {}
+
+    def _content(self, message: _Message, thought: str) -> tuple[str, list[KeptPicture]]:
+        text = f"{OPEN}{thought}{CLOSE}\n\n" if thought else ""
+        pictures = []
+        for part in message.parts:
+            text += part.get("text", "")
+            picture = self._picture(part, len(text)) if "image" in part else None
+            if picture is not None:
+                pictures.append(picture)
+            elif "text" not in part:
+                self._left[_PICTURES if "image" in part else _OTHERS] += 1
+        return text, pictures
+
+    def _picture(self, part: _Json, place: int) -> KeptPicture | None:
+        """The picture in a data URI, or in the archive."""
+        source, name = part["image"], part["name"]
+        try:
+            if source.startswith("data:"):
+                return read_picture(source, name=name, place=place)
+            id = source.rpartition("/")[2]
+            archive = self._archive if id else None
+            for member in () if archive is None else archive.namelist():
+                if archive is not None and id in member:
+                    data = _member(archive, member, LARGEST_PICTURE)
+                    return read_picture(data, name=Path(member).name, place=place)
+        except (OptionError, OSError, *_DAMAGED_ZIP):
+            pass
+        return None
+
+
+def _message(each: _Json, number: int, last: str) -> _Message:
+    """A message of any form, number ``number``, by default after message ``last``."""
+    content = each.get("content")
+    parts = [content] if isinstance(content, str) else _list(content)
+    parts = [*parts, *_list(each.get("extra")), *_list(each.get("files"))]
+    thoughts = [_text(each.get(name)) for name in (*THOUGHT_FIELDS, "reasoningContent")]
+    calls = each.get("tool_calls", each.get("toolCalls"))
+    if isinstance(calls, str):
+        with suppress(ValueError):
+            calls = parse_json(calls)
+    call_id = each.get("tool_call_id", each.get("toolCallId"))
+    created = each.get("created", each.get("timestamp"))
+    created = created if isinstance(created, int | float) and 0 < created < 1e15 else 0.0
+    return _Message(
+        id=str(each.get("id") or number),
+        parent=str(each.get("parent", each.get("parentId", last))),
+        role=_text(each.get("role")),
+        parts=[*map(_part, parts)],
+        thought=next(filter(None, thoughts), ""),
+        created=created / 1000 if created > _LARGEST_TIME else created,
+        calls=[call for call in _list(calls) if _is_call(call)],
+        call_id=_text(call_id),
+    )
+
+
+def _part(part: Any) -> _Json:
+    """A text, or a picture and its name; empty for what is neither."""
+    from localrt.documents.reading import fenced
+
+    match part:
+        case str(text) | {"text": str(text)}:
+            return {"text": text}
+        case {"name": str(name), "content": str(text)}:
+            return {"text": f"\n\n{fenced(f'{name}:', text)}"}
+        case (
+            {"image_url": {"url": str(picture)}}
+            | {"image_url": str(picture)}
+            | {"image": str(picture)}
+            | {"base64Url": str(picture)}
+            | {"asset_pointer": str(picture)}
+            | {"fileType": "image", "fileIdentifier": str(picture)}
+            | {"type": "image", "url": str(picture)}
+        ):
+            return {"image": picture, "name": _text(part.get("name"))}
+    return {}
 
 
 def _is_call(call: object) -> bool:
-    return (
-        isinstance(call, Mapping)
-        and isinstance(call.get("id"), str)
-        and isinstance(call.get("function"), Mapping)
-    )
+    match call:
+        case {"id": str(), "function": {"name": str()}}:
+            return True
+    return False
+
+
+def _dict(value: object) -> _Json:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,177 @@
+"""Conversations from files of this program and of others; ``tests/data/exports`` has them."""
+
+from __future__ import annotations
+
+import json
+import random
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from localrt import Conversation, History, StorageError
+from localrt.history import importing
+from localrt.history.export import as_json
+from tests.history.test_history import history
+from tests.mutations import is_line, mutated, refusal
+from tests.picture_files import READ
+
+__all__ = ["history"]  # a fixture
+
+EXPORTS = Path(__file__).parents[1] / "data" / "exports"
+NOT_TEXT = "parts that are neither text nor pictures: 1"
+NO_PICTURE = "pictures that are not in the file: 1"
+RESULTS = "calls and results of tools: 1"
+# file: titles; turns of all branches, and those shown as role, thought and text; what is left out
+FILES: dict[str, tuple[list[str], int, list[str], tuple[str, ...]]] = {
+    "openai.jsonl": (
+        ["Capital of France?", "What is this?"],
+        4,
+        ["user What is this?", "assistant ", "tool red", "assistant (It says red.) A red dot."],
+        (NO_PICTURE, NOT_TEXT),
+    ),
+    "chatgpt.json": (
+        ["Slow query"],
+        6,
+        [
+            "user What is slow here?",
+            "assistant (A scan of the table.) Both: use an index.",
+            "user Show me.",
+            "assistant ```python\nprint(1)\n```",
+            "assistant It prints 1.",
+        ],
+        (NO_PICTURE, RESULTS),
+    ),
+    "tea.conversation.json": (
+        ["Tea"],
+        5,
+        [
+            "user How long does tea steep?",
+            "assistant Two to five minutes.",
+            "user And this one?",
+            "assistant Five.",
+        ],
+        (NO_PICTURE,),
+    ),
+    "llama_cpp.jsonl": (
+        ["Ships"],
+        5,
+        [
+            "user Fastest ship in this list?\n\nships.txt:\n```\nArk\nBeagle\n```\n",
+            "assistant (I should look.) ",
+            "tool 8 knots",
+            "assistant Beagle",
+        ],
+        (NOT_TEXT,),
+    ),
+}
+FILES["llama_cpp_2025.json"] = FILES["llama_cpp.jsonl"]
+
+
+def shown(conversation: Conversation) -> list[str]:
+    lines = []
+    for turn in conversation.turns:
+        text = turn.content.replace("<think>", "(").replace("</think>\n\n", ") ")
+        lines.append(f"{turn.role} {text}")
+    return lines
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_exports(history: History, name: str) -> None:
+    titles, turns, lines, left_out = FILES[name]
+    loaded = history.load_file(EXPORTS / name)
+    last = loaded.conversations[-1]
+    assert ([each.title for each in loaded.conversations], shown(last)) == (titles, lines)
+    assert sorted(loaded.left_out) == sorted(left_out)
+    assert {each.id: each.turns for each in history.list()}[last.id] == turns
+
+
+def test_facts(history: History) -> None:
+    """System prompts, models, times, pictures and calls."""
+    of = {name: history.load_file(EXPORTS / name).conversations[-1] for name in FILES}
+    assert of["tea.conversation.json"].system == "You know tea."
+    assert of["llama_cpp.jsonl"].system == "Answer in one word."
+    assert [each.model for each in of.values()][1:4] == ["gpt-5", "qwen3-4b", "smollm2"]
+    assert of["tea.conversation.json"].created == 1727347312.345
+    assert of["chatgpt.json"].updated == 1736209450.0
+    for name in ("openai.jsonl", "llama_cpp.jsonl"):
+        (picture,) = of[name].turns[0].pictures
+        assert (picture.width, picture.data[:4]) == (1, b"\x89PNG")
+    call, result = of["llama_cpp_2025.json"].turns[1:3]
+    assert result.info["tool_call_id"] == call.info["tool_calls"][0]["id"]
+    assert (result.info["title"], result.info["arguments"]) == ("speed", '{"ship": "Beagle"}')
+
+
+def test_archive_with_pictures(history: History, tmp_path: Path) -> None:
+    path = tmp_path / "chatgpt.zip"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.write(EXPORTS / "chatgpt.json", "conversations-000.json")
+        archive.writestr("file-AbC123-plan.png", next(iter(READ.values()))[0])
+        archive.writestr("user.json", '{"id": "user-1"}')
+        archive.writestr("broken.json", "{")
+    loaded = history.load_file(path)
+    assert loaded.conversations[0].turns[0].pictures[0].name == "file-AbC123-plan.png"
+    assert loaded.left_out == ("lines or files that are not JSON: 1", RESULTS)
+
+
+def test_no_file_beside_is_read(history: History, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(next(iter(READ.values()))[0])
+    part = {"type": "image", "image": str(tmp_path / "a.png")}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps([{"role": "user", "content": ["Look: ", part]}]))
+    loaded = history.load_file(path)
+    assert loaded.conversations[0].turns[0].pictures == ()
+    assert loaded.left_out == (NO_PICTURE,)
+
+
+def test_own_export(history: History, tmp_path: Path) -> None:
+    talk = history.load_file(EXPORTS / "llama_cpp.jsonl").conversations[0]
+    talk.set(options={"seed": 3})
+    path = tmp_path / "a.json"
+    path.write_text(as_json(talk, talk.turns))
+    again = history.load_file(path)
+    (same,) = again.conversations
+    assert (same.title, same.model, same.system) == (talk.title, talk.model, talk.system)
+    assert (same.options, same.messages, again.left_out) == ({"seed": 3}, talk.messages, ())
+
+
+def broken_files() -> Iterator[bytes]:
+    """Each export cut, and with other values."""
+    draw = random.Random(0)
+    files = [b"\n" + (EXPORTS / name).read_bytes() for name in FILES]  # the first line stays
+    for data in files:
+        yield from (data[: len(data) * cut // 50] for cut in range(50))
+        # ``mutated`` keeps the first line.
+        yield from (
+            mutated(b"\n" + data, draw, [b"\n" + each for each in files]) for _ in range(60)
+        )
+
+
+def test_broken_files(history: History, tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for data in broken_files():
+        path.write_bytes(data)
+        assert is_line(refusal(lambda: history.load_file(path)))
+    assert len(history.list(limit=10_000)) > 100
+    for each in history.list(limit=10_000):
+        assert history.open(each.id).turns, each
+
+
+@pytest.mark.parametrize("data", [b"", b"PK\x05\x06", b"hello", b"[]", b'{"a": 1}', b"[" * 10**5])
+def test_other_files(history: History, tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "a.zip"
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match="is not a saved chat"):
+        history.load_file(path)
+    with pytest.raises(StorageError, match="does not exist"):
+        history.load_file(tmp_path / "b.json")
+
+
+def test_unpacked_size(history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_MOST_UNPACKED", 3000)
+    path = tmp_path / "a.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("conversations.json", b"[" + b" " * 10_000 + b"]")
+    with pytest.raises(StorageError, match="too large"):
+        history.load_file(path)
