@@ -67,12 +67,12 @@ def load_chat_model(args: argparse.Namespace) -> ChatModel:
     return model
 
 
-def limit_base(model: ChatModel, options: dict[str, Any]) -> int:
-    """Set a limit for a model without a chat template: a base model seldom ends by itself.
-
-    Returns it, or 0 if there is none.
+def limit_base(model: ChatModel, options: dict[str, Any], *, raw: bool = False) -> int:
+    """Set a limit for a model without a chat template, and for a ``raw`` prompt: a text that is
+    completed seldom ends by itself. Returns it, or 0 if there is none.
     """
-    if model.info.has_chat_template or {**model.defaults, **options}.get("max_tokens") is not None:
+    chats = model.info.has_chat_template and not raw
+    if chats or {**model.defaults, **options}.get("max_tokens") is not None:
         return 0
     options["max_tokens"] = _MOST_BASE_TOKENS
     return _MOST_BASE_TOKENS
@@ -80,7 +80,7 @@ def limit_base(model: ChatModel, options: dict[str, Any]) -> int:
 
 def cut_base(limit: int) -> str:
     """Say that an answer was cut at the limit of ``limit_base``."""
-    why = "a model without a chat template seldom ends by itself; --max-tokens N changes it"
+    why = "without a chat template a text seldom ends by itself; --max-tokens N changes it"
     return f"cut off after {limit} tokens: {why}"
 
 

@@ -41,6 +41,7 @@ from localrt.common.files import (
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line, printable
 from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import Settings
+from localrt.engine.stopping import Repetition
 from localrt.engine.types import Chunk, Metrics
 from localrt.hub import DEMO_NAME
 from localrt.hub.listing import may_be_a_name
@@ -74,6 +75,7 @@ _FLAGS: tuple[Flag, ...] = (
 )
 
 
+REPEATED = "stopped: the same text came again and again; --max-tokens N lets it go on"
 APPROXIMATE = (
     "approximate: what the weights are multiplied with is rounded to 8 or 16 bits, so that single "
     "words may differ from those of --format f32, which computes in full"
@@ -167,7 +169,7 @@ def answer(
         raise OptionError("--embedding-model searches files: give --file PATH, too")
     if getattr(args, "raw", False):
         with load_model(args) as model:
-            limit = limit_base(model, options)
+            limit = limit_base(model, options, raw=args.suffix is None)
             stream = model.stream(prompt, raw=True, suffix=args.suffix, **options)
             return _print(args, model.name, stream, limit)
     with closing(load_chat_model(args)) as chatting:
@@ -211,12 +213,15 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: 
         out.reconfigure(errors="replace")
     parts: list[str] = []
     last: Chunk | None = None
+    repetition, repeats = Repetition(), False
     try:
         for last in stream:
             parts.append(last.text)
             if not args.json:
                 out.write(printable(last.text) if out.isatty() else last.text)
                 out.flush()
+            if repeats := bool(limit) and repetition.push(last.text):
+                break
     finally:
         # Interrupted or not, end the output with a newline; closing records the turn.
         close = getattr(stream, "close", None)
@@ -230,11 +235,13 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: 
         record = {
             "model": name,
             "text": "".join(parts),
-            "finish_reason": last.finish_reason,
+            "finish_reason": "stop" if repeats else last.finish_reason,
             "metrics": last.metrics.to_dict(),
         }
         print(json.dumps(record, ensure_ascii=False))
-    if last.finish_reason == "length" and last.metrics.completion_tokens == limit:
+    if repeats:
+        print(f"localrt: {REPEATED}", file=sys.stderr)
+    elif last.finish_reason == "length" and last.metrics.completion_tokens == limit:
         print(f"localrt: {cut_base(limit)}", file=sys.stderr)
     if args.stats:
         print(_stats(last.metrics), file=sys.stderr)

@@ -148,7 +148,7 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
         out.reconfigure(errors="replace")
     started, failed, tokens, cut = time.perf_counter(), 0, 0, 0
     options = {**sampling_options(args), **constraint_options(args)}
-    limit = limit_base(model, options)
+    limit = limit_base(model, options, raw=args.raw)
     # Where answers appear as they come, a line between them would only flicker.
     line = StatusLine(live=sys.stderr.isatty() and not out.isatty())
     stream = model.stream_batch(

@@ -2,7 +2,8 @@
 
 ``LineMatcher``, for editors, stops at a line with too little indentation, or at the end of a line
 after a time limit. ``ThinkingState`` counts how long a model thinks, and knows the tokens that end
-it at a limit. A parser tells whether the text is within thinking.
+it at a limit. A parser tells whether the text is within thinking. ``Repetition`` sees a text that
+repeats itself without end.
 """
 
 from __future__ import annotations
@@ -65,6 +66,29 @@ class LineMatcher:
     def _stop(self, shown: str) -> str:
         self.stopped, self._held = True, ""
         return shown
+
+
+class Repetition:
+    """Tells whether a text has come to repeat one piece, eight times or more, without anything
+    between.
+    """
+
+    _LENGTH, _TIMES = 1200, 8  # characters that repeat, and how often their piece is in them
+    _EVERY = 64  # characters from one look to the next
+
+    def __init__(self) -> None:
+        self._tail = ""
+        self._unseen = 0
+
+    def push(self, text: str) -> bool:
+        """Add ``text``; return whether the text ends in such a repetition."""
+        self._tail = (self._tail + text)[-self._LENGTH :]
+        self._unseen += len(text)
+        if len(self._tail) < self._LENGTH or self._unseen < self._EVERY:
+            return False
+        self._unseen = 0
+        pieces = range(1, self._LENGTH // self._TIMES + 1)
+        return any(self._tail[size:] == self._tail[:-size] for size in pieces)
 
 
 @dataclass(frozen=True, slots=True)

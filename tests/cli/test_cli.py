@@ -4,6 +4,7 @@ files of prompts.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -14,6 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,10 +24,11 @@ from unittest import mock
 import pytest
 
 from localrt import system
-from localrt.cli import main
+from localrt.cli import main, run
 from localrt.cli.chat import last_model
 from localrt.cli.run_batch import parse_prompts
 from localrt.common.errors import OptionError
+from localrt.engine.types import Chunk, Metrics
 from tests.conftest import needs_signals, write_tiny_model
 from tests.documents.samples import pdf
 from tests.real_models import real_model
@@ -341,10 +344,23 @@ def test_a_base_model_ends(
     """One without a chat template, which goes on and on, is cut off with a line about it."""
     monkeypatch.setattr("localrt.cli.loading._MOST_BASE_TOKENS", 20)
     folder = write_tiny_model(tmp_path, template=None)
-    result = localrt("run", folder, "Once", *flags, "--temperature", "0", "--json", env=home)
-    told = json.loads(result.stdout)
-    assert (told["finish_reason"], told["metrics"]["completion_tokens"]) == ("length", 20)
-    assert ("cut off after 20 tokens" in result.stderr.decode()) == (not flags)
+    for more in ((), ("--raw",)):
+        result = localrt("run", folder, "Once", *flags, *more, *KERNELS[2:], "--json", env=home)
+        told = json.loads(result.stdout)
+        assert (told["finish_reason"], told["metrics"]["completion_tokens"]) == ("length", 20)
+        assert ("cut off after 20 tokens" in result.stderr.decode()) == (not flags)
+
+
+@pytest.mark.parametrize("limit", [512, 0])
+def test_a_text_that_repeats_itself_ends(limit: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def stream() -> Iterator[Chunk]:
+        for _ in range(400):
+            yield Chunk("Once more. ", (1,), Metrics())
+        yield Chunk("", (), Metrics(), "stop")
+
+    assert run._print(argparse.Namespace(json=False, stats=False), "m", stream(), limit) == 0
+    told = capsys.readouterr()
+    assert (len(told.out) < 2000) == ("the same text came again" in told.err) == bool(limit)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full disk to write to")
