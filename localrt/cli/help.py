@@ -25,7 +25,8 @@ Examples = Sequence[tuple[str, str]]
 _ADVANCED = "advanced"
 _WIDEST = 100  # columns
 _COLUMN = 30  # at which the help of an option begins
-_PRINT_SECONDS = 30.0  # between lines of progress without a terminal
+_FIRST_SECONDS, _PRINT_SECONDS = 2.0, 10.0  # before and between lines without a terminal
+_PRINT_SHARE = 0.1  # of the work, from one of these lines to the next at least
 
 
 def advanced(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -185,7 +186,8 @@ class StatusLine(Closing):
 class ProgressLine(StatusLine):
     """Shows each ``Progress`` that it is called with.
 
-    Without a terminal it prints a line every half a minute, and at the end what was downloaded.
+    Without a terminal it prints a line soon after a stage begins, then every ten seconds or tenth
+    of the work, whichever comes later, and at the end what was downloaded.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -195,7 +197,8 @@ class ProgressLine(StatusLine):
         self._first = 0
         self._download_s = 0.0
         self.downloaded = 0
-        self._printed = 0.0
+        self._due = 0.0  # the time of the next line without a terminal, and the share of the work
+        self._due_share = 0.0
 
     def __call__(self, progress: Progress) -> None:
         """Show one step. The rate does not count bytes from an earlier run."""
@@ -207,14 +210,15 @@ class ProgressLine(StatusLine):
         now = time.monotonic()
         if progress.stage != self._stage:
             self._stage, self._started, self._first = progress.stage, now, progress.done
+            self._due, self._due_share = now + _FIRST_SECONDS, 0.0
         elapsed = now - self._started
         if progress.stage == "download":
             self.downloaded, self._download_s = progress.done, elapsed
         text = describe(progress, self._first, elapsed)
-        self._printed = self._printed or now
         self.show(text)
-        if not self.live and now - self._printed >= _PRINT_SECONDS:
-            self._printed = now
+        share = progress.done / progress.total if progress.total else self._due_share
+        if not self.live and now >= self._due and share >= self._due_share:
+            self._due, self._due_share = now + _PRINT_SECONDS, share + _PRINT_SHARE
             print(f"localrt: {text}", file=self.stream, flush=True)
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ def test_progress_without_a_terminal_that_rewrites_lines(
 ) -> None:
     """Whole lines now and then, and no control characters."""
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr("localrt.cli.help._PRINT_SECONDS", 0.0)
+    monkeypatch.setattr("localrt.cli.help._FIRST_SECONDS", 0.0)
     written = stream()
     with ProgressLine(written) as line:
         line(Progress("quantize", 3, 31, "steps", "layer 3: measuring inputs"))
@@ -94,6 +94,20 @@ def test_progress_without_a_terminal_that_rewrites_lines(
     plain = "localrt: quantizing  9 %  3 of 31 steps  layer 3: measuring inputs\n"
     assert (text == plain) == (not lives)
     assert text.endswith("\x1b[K") == lives
+
+
+def test_lines_of_a_long_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon after each stage begins, then every ten seconds and tenth of it."""
+    seconds = iter((*range(0, 120, 2), *range(200, 220, 2)))
+    monkeypatch.setattr("time.monotonic", lambda: next(seconds))
+    written = io.StringIO()
+    line = ProgressLine(written)
+    for step in range(60):
+        line(Progress("quantize", step, 400, "steps"))
+    for _ in range(10):
+        line(Progress("write", 0, None, "tokens"))
+    shown = [each.split("  ")[2:3] for each in written.getvalue().splitlines()]
+    assert shown == [["1 of 400 steps"], ["42 of 400 steps"], [], []]
 
 
 def test_the_rate_counts_this_run_only() -> None:
