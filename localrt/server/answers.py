@@ -26,7 +26,7 @@ from localrt.history.messages import answer_counts, messages_for_model
 from localrt.mcp import ROUNDS
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
-from localrt.server.page import to_html
+from localrt.server.markdown import to_html
 from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
 

@@ -23,10 +23,10 @@ from localrt.server.answers import Answers, ConversationAnswer, OpenCall
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload
 from localrt.server.errors import ApiError, JsonResponse, invalid
+from localrt.server.markdown import to_html
 from localrt.server.media import document_of
 from localrt.server.messages import encoded
 from localrt.server.options import is_loopback
-from localrt.server.page import to_html
 from localrt.server.request_schema import (
     FLAG,
     OBJECT,

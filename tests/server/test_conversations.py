@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from PIL import Image
 import localrt
 from localrt import History, OptionError
 from localrt.server.options import ServeOptions
-from localrt.server.page import to_html
 from tests.server.conftest import Running, Script, needs_kernels, serving
 from tests.waits import wait_for
 
@@ -290,50 +288,3 @@ def test_page_and_what_others_find_there(talking: Running) -> None:
     assert not re.search(r"<[^>]*\s(style|on\w+)=", text.partition("<script>")[0])
     assert not re.search(r"""["'`(]/v1|(src|href|action)=["']?/""", text), "not relative"
     assert talking.request("GET", "/")[1] == "localrt is running"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (r"\(a^2 \, b_1*c*\)", r"\(a^2 \, b_1*c*\)"),
-        (r"$$ \frac{a}{b} \\ *c* $$", r"$$ \frac{a}{b} \\ *c* $$"),
-        (r"`\(x\)` \\(*a*\\)", r"<code>\(x\)</code> \(<em>a</em>\)"),
-        ("from $5 to *$6* or \\$7-$8*x*", "from $5 to <em>$6</em> or $7-$8<em>x</em>"),
-    ],
-)
-def test_formulas_stay_as_they_are_written(text: str, shown: str) -> None:
-    assert to_html(text) == f"<p>{shown}</p>\n"
-
-
-def test_lines_in_a_cell() -> None:
-    html = to_html("| a |\n|---|\n| 1<br/>**2** `<br>` |\n")
-    assert "<td>1<br />\n<strong>2</strong> <code>&lt;br&gt;</code></td>" in html
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<script>alert(1)</script>",
-        "[a](javascript:alert(1))",
-        "[a](JaVaScRiPt&colon;alert(1))",
-        "[a](//elsewhere.example)",
-        "![a](x onerror=alert(1))",
-        '```"><script>alert(1)</script>\nx\n```',
-        "| a |\n| - |\n| <b onmouseover=alert(1)>x |",
-    ],
-)
-def test_markup_is_text(text: str) -> None:
-    class Reader(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-            tags.append(tag)
-            names.extend(name for name, _ in attrs)
-
-    tags: list[str] = []
-    names: list[str] = []
-    Reader().feed(to_html(text))
-    assert set(tags) <= {"p", "pre", "code", "table", "thead", "tbody", "tr", "th", "td"}
-    assert set(names) <= {"class"}
-
-
-def test_pictures_ask_nobody() -> None:
-    assert to_html("![a <b>](https://x.y)") == '<p>!<a href="https://x.y">a &lt;b&gt;</a></p>\n'

@@ -58,7 +58,7 @@ function patch(box, html) {
       link.target = "_blank";
       link.rel = "noopener noreferrer nofollow";
     }
-    for (const inner of whole.querySelectorAll("pre, table")) {
+    for (const inner of whole.querySelectorAll("pre, table, math[display=block]")) {
       const place = document.createComment("");
       inner.replaceWith(place);
       place.replaceWith(inner.tagName === "PRE" ? framed(inner) : h("div", { class: "table", tabindex: "0" }, inner));
