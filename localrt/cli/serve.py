@@ -247,9 +247,12 @@ def _pool(
         return model
 
     def files() -> list[LocalFile]:
-        named = client_names(list_models(settings))
+        named, used = client_names(list_models(settings)), localrt.uses()
         return [
-            LocalFile(name, model.name, model.bytes, model.path, model.aliases)
+            LocalFile(
+                *(name, model.name, model.bytes, model.path, model.aliases),
+                used=used.get(model.name, 0.0),
+            )
             for name, model in named.items()
         ]
 

@@ -200,6 +200,7 @@ def _openai(offered: ModelEntry, started: int) -> dict[str, object]:
         **served,
         "meta": {name: value for name, value in meta.items() if value is not None},
         "capabilities": facts.capabilities,
+        "chat": bool(facts.template),
         **({} if offered.base is None else {"parent": offered.base}),
         "status": {
             "value": offered.state,

@@ -11,18 +11,25 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.chat_format.thinking import parted
-from localrt.common.errors import StorageError
+from localrt.common.errors import ContextOverflowError, StorageError
 from localrt.common.formatting import printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, ToolCall
-from localrt.history import AnswerWriter, Conversation, History
-from localrt.history.messages import answer_counts, messages_for_model
+from localrt.history import AnswerWriter, Conversation, History, Turn
+from localrt.history.messages import (
+    AnswerRecord,
+    answer_counts,
+    messages_for_model,
+    summary_turns,
+    ways_out,
+)
+from localrt.history.pictures import joined_content
 from localrt.mcp import ROUNDS
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
@@ -59,18 +66,51 @@ class Answers:
         return self._open()
 
     @cached_property
+    def temporary(self) -> History:
+        """Conversations that are in memory alone."""
+        return History(":memory:")
+
+    def is_temporary(self, conversation: str) -> bool:
+        """Whether a conversation is in memory alone."""
+        if "temporary" not in self.__dict__:
+            return False
+        with suppress(StorageError):
+            return bool(self.temporary.open(conversation))
+        return False
+
+    def history_of(self, conversation: str) -> History:
+        """The history that a conversation is in, if it is there."""
+        return self.temporary if self.is_temporary(conversation) else self.history
+
+    @property
+    def config_dir(self) -> Path:
+        """The folder of the user's settings."""
+        return self._config_dir or Settings.from_environment().config_dir
+
+    @cached_property
     def toolbox(self) -> Toolbox:
         """The tools of the user's MCP servers, which start; for the event loop alone."""
         from localrt.mcp.toolbox import Toolbox
 
-        return Toolbox.open(self._config_dir or Settings.from_environment().config_dir)
+        return Toolbox.open(self.config_dir)
 
     def begin(
-        self, request: ModelRequest, found: Conversation, writer: AnswerWriter, rounds: int = 0
+        self,
+        request: ModelRequest,
+        found: Conversation,
+        writer: AnswerWriter,
+        rounds: int = 0,
+        *,
+        continued: Turn | None = None,
+        summed_up: Turn | None = None,
     ) -> None:
-        """Let the requested model write an answer, after ``rounds`` of calls of tools."""
-        tools = request.fields.get("tools") and rounds < ROUNDS
-        one = ConversationAnswer(request, found, writer, self.toolbox if tools else None)
+        """Let the requested model write an answer, after ``rounds`` of calls of tools; the answer
+        ``continued`` from there, or a summary of what precedes the question ``summed_up``, which
+        is asked again after it.
+        """
+        tools = request.fields.get("tools") and rounds < ROUNDS and summed_up is None
+        toolbox, private = self.toolbox if tools else None, self.is_temporary(found.id)
+        one = ConversationAnswer(request, found, writer, toolbox, private, continued, summed_up)
         self.running[writer.turn] = one
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))
         self._tasks.add(task := asyncio.ensure_future(self._go_on(one, rounds)))
@@ -80,7 +120,7 @@ class Answers:
         """Run the calls in an answer, and have the model answer again with their results."""
         found, service, stopped = answer.found, answer.request.service, False
         try:
-            turns = await answer.task
+            turns, question = await answer.task
             for turn in turns:
                 self.running[turn.turn] = call = OpenCall(turn, found.id, stopped)
                 await call.run(service, answer.ctx)
@@ -89,6 +129,8 @@ class Answers:
             if turns and not stopped and not service.draining:
                 writer = await asyncio.to_thread(found.answer, after=turns[-1].turn)
                 self.begin(answer.request, found, writer, rounds + 1)
+            elif question is not None:
+                self.begin(answer.request, found, question)
         except StorageError as error:
             service.note_once("history", f"an answer does not go on: {error}")
 
@@ -104,8 +146,9 @@ class Answers:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)
         if "toolbox" in self.__dict__:
             await asyncio.to_thread(self.toolbox.close)
-        if "history" in self.__dict__:
-            self.history.close()
+        for name in ("history", "temporary"):
+            if name in self.__dict__:
+                getattr(self, name).close()
 
 
 class OpenCall:
@@ -147,7 +190,9 @@ class OpenCall:
 
 
 class ConversationAnswer:
-    """One answer while it is written, by ``task``, whose result are the calls in it."""
+    """One answer while it is written, by ``task``, whose result are the calls in it, or the answer
+    that begins after a summary.
+    """
 
     def __init__(
         self,
@@ -155,11 +200,16 @@ class ConversationAnswer:
         found: Conversation,
         writer: AnswerWriter,
         toolbox: Toolbox | None,
+        private: bool,
+        continued: Turn | None,
+        summed_up: Turn | None,
     ) -> None:
         self.request, self.found, self._writer, self._toolbox = request, found, writer, toolbox
-        self.conversation, self.ctx = found.id, 0
+        self._private, self._continued, self._summed_up = private, continued, summed_up
+        self.conversation, self.ctx, self._error = found.id, 0, ""
         self._changed = asyncio.Event()
         self._chunk: Chunk | None = None
+        self._record = AnswerRecord()
         self._pieces: list[str] = []
         self._answer: AsyncAnswer | None = None
         self._stopped = self._done = False
@@ -183,17 +233,19 @@ class ConversationAnswer:
             await changed.wait()
             await asyncio.sleep(max(_FRAME_S, _PATIENCE * took))
 
-    async def _run(self) -> list[CallTurn]:
+    async def _run(self) -> tuple[list[CallTurn], AnswerWriter | None]:
         state, info, calls = "done", dict[str, Any](), tuple[ToolCall, ...]()
+        chunk, full = None, False
         try:
             await self._working
         except asyncio.CancelledError:
             state = "cancelled"
         except Exception as error:  # noqa: BLE001 - the page shows any error
-            state, info["error"] = "failed", in_words(failure(error))
+            state, self._error = "failed", in_words(failure(error))
+            info["error"], full = self._error, isinstance(error, ContextOverflowError)
         if (chunk := self._chunk) is not None:
-            info |= answer_counts(chunk.metrics, self.request.model.name)
-            info["finish_reason"] = chunk.finish_reason
+            info |= self._record.info(self.request.model.name)
+            full |= info["finish_reason"] == "length" and info["context"][0] >= self.ctx
         stopping = self._stopped or self.request.service.stopping
         if stopping or info.get("finish_reason") == "cancelled":
             state = info["finish_reason"] = "cancelled"
@@ -201,11 +253,34 @@ class ConversationAnswer:
             calls = chunk.tool_calls
             info["tool_calls"] = [call.to_dict() for call in calls]
         try:
+            if full:
+                info["ways"] = await asyncio.to_thread(self._ways)
+            if self._summed_up is not None:
+                info["summary"] = True
             await self._save(state, info)
-            return await asyncio.to_thread(self._begun, calls)
+            if self._summed_up is not None and state == "done":
+                return [], await asyncio.to_thread(self._asked_again, self._summed_up)
+            return await asyncio.to_thread(self._begun, calls), None
         finally:
             self._done = True
             self._notify()
+
+    def _ways(self) -> list[tuple[str, str]]:
+        """What the user can do about a full context, by name: only a new one if nothing precedes
+        the question.
+        """
+        turns = self.found.branch(self._writer.turn)
+        alone = [turn.role for turn in turns if turn.id <= self._writer.turn].count("user") == 1
+        ways = ways_out(self.ctx, self.ctx)
+        return [(way.name, way.label) for way in ways if way.name == "new" or not alone]
+
+    def _asked_again(self, question: Turn) -> AnswerWriter:
+        """Ask the question after the summary."""
+        parts = joined_content(
+            question.content, question.pictures, lambda one: {"type": "image", "image": one}
+        )
+        asked = self.found.add("user", parts, after=self._writer.turn, info=question.info)
+        return self.found.answer(after=asked.id)
 
     def _begun(self, calls: Sequence[ToolCall]) -> list[CallTurn]:
         if not calls:
@@ -240,6 +315,7 @@ class ConversationAnswer:
                     await asyncio.to_thread(writer.write, chunk.text)
                     self._pieces.append(chunk.text)
                     self._chunk = chunk
+                    self._record.add(chunk)
                     self._notify()
                     if chunk.error is not None:
                         raise chunk.error
@@ -248,14 +324,28 @@ class ConversationAnswer:
         """Return the prompt and the options of the conversation; reads the disk."""
         found, turn = self.found, self._writer.turn
         options = {name: value for name, value in found.options.items() if name != "adapter"}
-        prompt = messages_for_model(found.branch(turn), found.system, before=turn, sees=sees)
+        if self._private:
+            options["private"] = True
+        if (question := self._summed_up) is not None:
+            turns = [each for each in found.branch(question.id) if each.id < question.id]
+            prompt, _ = summary_turns(turns, found.system, sees=sees)
+            return {"prompt": prompt, "overflow": "drop_oldest", "private": self._private}
+        prompt = messages_for_model(
+            found.branch(turn),
+            found.system,
+            before=turn,
+            sees=sees,
+            continued=None if self._continued is None else turn,
+            model=self.request.model.name,
+        )
         return {**options, "prompt": prompt}
 
     def _told(self) -> dict[str, Any]:
-        thinking, text = parted("".join(self._pieces))
+        before = "" if self._continued is None else self._continued.content
+        thinking, text = parted("".join(self._pieces) or before)
         model, chunk = self.request.model.name, self._chunk
         counts = {} if chunk is None else answer_counts(chunk.metrics, model)
-        return {"thinking": thinking, "html": to_html(text), **counts}
+        return {"thinking": thinking, "html": to_html(text), "error": self._error, **counts}
 
     def _notify(self) -> None:
         self._changed.set()

@@ -25,6 +25,7 @@ from localrt.history import History
 from localrt.server import (
     about,
     anthropic,
+    chat_settings,
     conversations,
     infill,
     ollama,
@@ -73,6 +74,7 @@ ROUTES = (
     *texts.ROUTES,
     *about.ROUTES,
     *responses.ROUTES,
+    *chat_settings.ROUTES,  # a path with a name comes before one with an id
     *conversations.ROUTES,
     *infill.ROUTES,
     *anthropic.ROUTES,
@@ -84,6 +86,7 @@ SCHEMAS = (
     *(openai_calls.CHAT, openai_calls.COMPLETION, texts.EMBEDDINGS, texts.RERANK),
     *(texts.TOKENIZE, texts.DETOKENIZE, infill.FIM, infill.INFILL),
     *(responses_calls.RESPONSES, responses_calls.INPUT_TOKENS, *conversations.SCHEMAS),
+    *chat_settings.SCHEMAS,
     *(anthropic.MESSAGES, anthropic.COUNT_TOKENS, ollama.CHAT, ollama.GENERATE),
     *(ollama.EMBED, ollama.EMBEDDINGS, ollama_models.NAMED),
 )

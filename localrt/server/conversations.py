@@ -6,27 +6,24 @@ They are those of the terminal app. Models answer in them, with the tools of MCP
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from inspect import iscoroutinefunction
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from localrt import system
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
+from localrt.history.messages import summary_turns
+from localrt.server.about import known_facts
 from localrt.server.answers import Answers, ConversationAnswer, OpenCall
-from localrt.server.bodies import read_fields
-from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload
-from localrt.server.errors import ApiError, JsonResponse, invalid
+from localrt.server.dialect import EVENT_STREAM, Payload
+from localrt.server.errors import ApiError, invalid
 from localrt.server.markdown import to_html
 from localrt.server.media import document_of
 from localrt.server.messages import encoded
-from localrt.server.options import is_loopback
+from localrt.server.owner import owners_endpoint
 from localrt.server.request_schema import (
     FLAG,
     OBJECT,
@@ -47,49 +44,42 @@ _CONVERSATION = RequestSchema(
         "instructions": Field(TEXT),
         "options": Field(OBJECT),
         "shown": Field(STRING),
+        "pinned": Field(FLAG),
+        "draft": Field(STRING),
+        "temporary": Field(FLAG),
     }
 )
 _MESSAGE = RequestSchema(
     {"content": required(list_of(OBJECT)), "folds": Field(list_of(_FOLD)), "after": Field(TEXT)}
 )
 _DOCUMENT = RequestSchema({"filename": required(STRING), "file_data": required(STRING)})
-_ANSWER_TO = RequestSchema({"model": Field(TEXT), "after": Field(TEXT), "tools": Field(FLAG)})
+_EDIT = RequestSchema({"text": required(STRING)})
+_ANSWER_TO = RequestSchema(
+    {
+        "model": Field(TEXT),
+        "after": Field(TEXT),
+        "tools": Field(FLAG),
+        "continued": Field(TEXT),
+        "summary": Field(FLAG),
+    }
+)
 _DECISION = RequestSchema({"decision": required({"enum": ["once", "always", "refuse"]})})
-SCHEMAS = (_CONVERSATION, _MESSAGE, _DOCUMENT, _ANSWER_TO, _DECISION)
-
-Work = Callable[[Answers, Request, Payload], Any]
+SCHEMAS = (_CONVERSATION, _MESSAGE, _DOCUMENT, _EDIT, _ANSWER_TO, _DECISION)
 
 _SHOWN = ("tokens", "tok_s", "context", "finish_reason", "error", "ending", "title", "arguments")
+_SHOWN += ("ways", "edited", "summary")
 _MOST_FOUND = 100
 
 
-def _check_owner(request: Request) -> bool:
-    """Whether the request is surely from the conversations' owner, with whose rights tools run:
-    without a key, only some systems say which user sends a request.
+def open_conversation(answers: Answers, request: Request) -> Conversation:
+    """Open the conversation of a path.
 
     Raises:
-        ApiError: 403, it is from somebody else.
+        ApiError: 404, there is none.
     """
-    options, headers = service_of(request).options, request.headers
-    if not (is_loopback(options.host) or options.conversations):
-        raise ApiError(403, "conversations are off: they need localrt serve --conversations")
-    page = headers.get("origin")
-    if options.api_key is not None:
-        return True  # the guard has checked it
-    if page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
-        why = "without a key, conversations are for the server's own page alone"
-        raise ApiError(403, f"{why}: start it with --api-key, and send the key")
-    own = system.is_own_client(request.scope["client"], request.scope["server"])
-    if own is False:
-        why = "without a key, conversations are for the user who runs the server"
-        raise ApiError(403, f"{why}: start it with --api-key, and send the key")
-    return own is not None
-
-
-def _open(answers: Answers, request: Request) -> Conversation:
     name = request.path_params["id"]
     try:
-        return answers.history.open(name)
+        return answers.history_of(name).open(name)
     except StorageError as error:
         raise ApiError(404, f"there is no conversation {name[:80]!r}") from error
 
@@ -108,40 +98,49 @@ def _number(name: str) -> int:
 # -- conversations ---------------------------------------------------------------------------------
 
 
-def _described(found: Conversation | ConversationInfo) -> Payload:
-    return {"id": found.id, "updated": found.updated, "title": found.title, "model": found.model}
+def described(found: Conversation | ConversationInfo) -> Payload:
+    """Return a conversation as lists have it."""
+    facts = {"id": found.id, "updated": found.updated, "title": found.title, "model": found.model}
+    return {**facts, "pinned": found.pinned}
 
 
 def conversations(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The conversations, latest use first, or those with the words of ``search``."""
     found = answers.history.list(request.query_params.get("search", ""), limit=_MOST_FOUND)
-    return {"data": [{**_described(one), "snippet": one.snippet} for one in found]}
+    return {"data": [{**described(one), "snippet": one.snippet} for one in found]}
 
 
 def conversation(answers: Answers, request: Request, fields: Payload) -> Payload:
     """A conversation, new or with the body's changes: title, model, instructions, options, shown
-    branch.
+    branch, pinned, draft.
     """
-    changes: dict[str, Any] = {key: fields[key] for key in ("title", "model") if key in fields}
+    names = ("title", "model", "pinned")
+    changes: dict[str, Any] = {key: fields[key] for key in names if key in fields}
     if "instructions" in fields:
         changes["system"] = fields["instructions"] or None
     if (options := fields.get("options")) is not None:
         read_options(options)
         changes["options"] = {name: each for name, each in options.items() if each is not None}
-    shown, history = None, answers.history
-    found = _open(answers, request) if "id" in request.path_params else history.new(model="")
+    shown = None
+    if "id" in request.path_params:
+        found = open_conversation(answers, request)
+    else:
+        found = (answers.temporary if fields.get("temporary") else answers.history).new(model="")
     if "shown" in fields:
         shown = _turn(found, fields["shown"]).id
     found.set(**changes)
+    if "draft" in fields:
+        found.keep_draft(fields["draft"])
     if shown is not None:
         found.show(shown)
-    return {**_described(found), "instructions": found.system, "options": found.options}
+    settings = {"instructions": found.system, "options": found.options, "draft": found.draft}
+    return {**described(found), **settings, "temporary": answers.is_temporary(found.id)}
 
 
 async def delete(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Delete a conversation, with all its branches; an answer that is being written ends."""
-    id = (await asyncio.to_thread(_open, answers, request)).id
-    await asyncio.to_thread(answers.history.delete, id)
+    id = (await asyncio.to_thread(open_conversation, answers, request)).id
+    await asyncio.to_thread(lambda: answers.history_of(id).delete(id))
     answers.stop(id)
     return {"id": id}
 
@@ -174,7 +173,7 @@ def _item(found: Conversation, turn: Turn, *, pictures: bool = False) -> Payload
 
 def item(answers: Answers, request: Request, fields: Payload) -> Payload:
     """An item, with its pictures, and with what an open call asks."""
-    found = _open(answers, request)
+    found = open_conversation(answers, request)
     turn = _turn(found, request.path_params["item"])
     shown, call = _item(found, turn, pictures=True), answers.running.get(turn.id)
     return {**shown, "open": call.shown()} if isinstance(call, OpenCall) else shown
@@ -184,7 +183,7 @@ def items(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The last ``limit`` items, latest last, of the branch that is shown, or of the one through
     ``branch``; those that precede the item ``before``.
     """
-    found, query = _open(answers, request), request.query_params
+    found, query = open_conversation(answers, request), request.query_params
     through = _turn(found, query["branch"]).id if "branch" in query else None
     turns = list(found.turns if through is None else found.branch(through))
     ids = [str(turn.id) for turn in turns]
@@ -198,7 +197,7 @@ def add_message(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Add a user's message at the end, or as a branch after the item ``after``, "" for the
     beginning.
     """
-    found, after, parts = _open(answers, request), fields.get("after"), []
+    found, after, parts = open_conversation(answers, request), fields.get("after"), []
     for part in fields["content"]:
         url, text = part.get("url"), part.get("text")
         if isinstance(url, str) and url.startswith("data:"):
@@ -210,6 +209,29 @@ def add_message(answers: Answers, request: Request, fields: Payload) -> Payload:
     number = 0 if after == "" else None if after is None else _turn(found, after).id
     info = {"folds": fields["folds"]} if fields.get("folds") else {}
     return _item(found, found.add("user", parts, after=number, info=info))
+
+
+def edit_answer(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """Add an answer with this text beside the item."""
+    found = open_conversation(answers, request)
+    turn = _turn(found, request.path_params["item"])
+    return _item(found, found.edit_answer(turn.id, fields["text"]))
+
+
+async def remove(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """Delete an item with all that follows it; answers that are being written end."""
+    found = await asyncio.to_thread(open_conversation, answers, request)
+    turn = await asyncio.to_thread(_turn, found, request.path_params["item"])
+    answers.stop(found.id)
+    await asyncio.to_thread(found.remove, turn.id)
+    return {"id": str(turn.id)}
+
+
+def fork(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """Copy the conversation up to the item as a new one."""
+    found = open_conversation(answers, request)
+    turn = _turn(found, request.path_params["item"])
+    return described(answers.history_of(found.id).fork(found.id, turn.id))
 
 
 async def document(answers: Answers, request: Request, fields: Payload) -> Payload:
@@ -229,24 +251,39 @@ async def document(answers: Answers, request: Request, fields: Payload) -> Paylo
 
 
 async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """Let a model answer the last message, or the message ``after``."""
+    """Let a model answer the last message, or the message ``after``; continue the answer
+    ``continued``; or sum up what precedes the message, which is then asked again.
+    """
     service = service_of(request)
-    model = service.models.find(fields.get("model"))
+    model, how = service.models.find(fields.get("model")), dict[str, Turn]()
+
+    def asked(found: Conversation) -> Turn:
+        after = fields.get("after")
+        turn = _turn(found, after) if after else next(reversed(found.turns), None)
+        if turn is None or turn.role == "assistant" or turn.state == "writing":
+            raise invalid("there is no message to answer: add one", "after")
+        if turn.pictures and "vision" not in known_facts(model).capabilities:
+            raise invalid(f"{model.name} cannot see pictures: choose another model", "model")
+        return turn
 
     def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
-        found = _open(answers, request)
-        after = fields.get("after")
-        asked = _turn(found, after) if after else next(reversed(found.turns), None)
-        if asked is None or asked.role == "assistant" or asked.state == "writing":
-            raise invalid("there is no message to answer: add one", "after")
+        found = open_conversation(answers, request)
+        if continued := fields.get("continued"):
+            how["continued"] = _turn(found, continued)
+            writer = found.reopen(how["continued"].id)
+        elif fields.get("summary"):
+            how["summed_up"] = asked(found)
+            _, request_text = summary_turns((), None)
+            writer = found.answer(after=found.add("user", request_text, after=0).id)
+        else:
+            writer = found.answer(after=asked(found).id)
         found.set(model=model.name)
         if found.options.get("tool_choice") == "none":
             fields["tools"] = False
-        writer = found.answer(after=asked.id)
         return found, writer, _item(found, found.turn(writer.turn))
 
     found, writer, made = await asyncio.to_thread(prepare)
-    answers.begin(ModelRequest(request, service, fields, model), found, writer)
+    answers.begin(ModelRequest(request, service, fields, model), found, writer, **how)
     return made
 
 
@@ -285,42 +322,24 @@ async def tools(answers: Answers, request: Request, fields: Payload) -> Payload:
     return {"text": text, "starting": toolbox.starting}
 
 
-def _endpoint(
-    path: str, method: str, work: Work, body: RequestSchema | None = None, *, tools: bool = False
-) -> Endpoint:
-    """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
-    thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
-    """
-    in_loop = iscoroutinefunction(work)
-
-    async def handle(request: Request) -> Response:
-        sure, service, fields = _check_owner(request), service_of(request), {}
-        if body is not None:
-            fields = await read_fields(request, body, service.options, service.bodies)
-        if not sure and (tools or fields.get("tools")):
-            raise ApiError(403, "tools need localrt serve --api-key on this system")
-        given = request.app.state.answers, request, fields
-        found = await (work(*given) if in_loop else asyncio.to_thread(work, *given))
-        return found if isinstance(found, Response) else JsonResponse(found)
-
-    return Endpoint(path, method, handle)
-
-
 _ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
-_ANSWER = f"{_ONE}/answers/{{item}}"
+_ITEM, _ANSWER = f"{_ONE}/items/{{item}}", f"{_ONE}/answers/{{item}}"
 ROUTES = (
-    _endpoint(_ALL, "GET", conversations),
-    _endpoint(_ALL, "POST", conversation, _CONVERSATION),
-    _endpoint(_ONE, "GET", conversation),
-    _endpoint(_ONE, "POST", conversation, _CONVERSATION),
-    _endpoint(_ONE, "DELETE", delete),
-    _endpoint(f"{_ONE}/items", "GET", items),
-    _endpoint(f"{_ONE}/items", "POST", add_message, _MESSAGE),
-    _endpoint(f"{_ONE}/items/{{item}}", "GET", item),
-    _endpoint("/v1/documents", "POST", document, _DOCUMENT),
-    _endpoint(f"{_ONE}/answers", "POST", begin, _ANSWER_TO),
-    _endpoint(_ANSWER, "GET", follow),
-    _endpoint(f"{_ANSWER}/cancel", "POST", stop),
-    _endpoint(f"{_ANSWER}/decision", "POST", decide, _DECISION, tools=True),
-    _endpoint("/v1/tools", "POST", tools, tools=True),
+    owners_endpoint(_ALL, "GET", conversations),
+    owners_endpoint(_ALL, "POST", conversation, _CONVERSATION),
+    owners_endpoint(_ONE, "GET", conversation),
+    owners_endpoint(_ONE, "POST", conversation, _CONVERSATION),
+    owners_endpoint(_ONE, "DELETE", delete),
+    owners_endpoint(f"{_ONE}/items", "GET", items),
+    owners_endpoint(f"{_ONE}/items", "POST", add_message, _MESSAGE),
+    owners_endpoint(_ITEM, "GET", item),
+    owners_endpoint(_ITEM, "POST", edit_answer, _EDIT),
+    owners_endpoint(_ITEM, "DELETE", remove),
+    owners_endpoint(f"{_ITEM}/fork", "POST", fork),
+    owners_endpoint("/v1/documents", "POST", document, _DOCUMENT),
+    owners_endpoint(f"{_ONE}/answers", "POST", begin, _ANSWER_TO),
+    owners_endpoint(_ANSWER, "GET", follow),
+    owners_endpoint(f"{_ANSWER}/cancel", "POST", stop),
+    owners_endpoint(f"{_ANSWER}/decision", "POST", decide, _DECISION, tools=True),
+    owners_endpoint("/v1/tools", "POST", tools, tools=True),
 )

@@ -27,6 +27,7 @@ from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.models.weight_store import GpuUse
 from localrt.offload.account import GROWTH_NBYTES, MARGIN_NBYTES
 from localrt.offload.memory import current_rss, ram_budget
+from localrt.server.about import known_facts
 from localrt.server.errors import ApiError, without_folders
 from localrt.server.models import ModelEntry, Models, ServedModel, meant, not_here
 from localrt.server.options import ServeOptions
@@ -43,6 +44,7 @@ _RESERVE = 64 << 20  # bytes for growing answers of a loaded model
 class LocalFile:
     """A model on this machine: its name for clients, the argument that loads it, and the bytes of
     its files at ``path``. ``aliases`` are the user's names for it; ``*`` means any unknown name.
+    ``used`` is when it was last loaded, in seconds since the epoch.
     """
 
     name: str
@@ -50,6 +52,7 @@ class LocalFile:
     nbytes: int
     path: Path | None = None
     aliases: tuple[str, ...] = ()
+    used: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -133,7 +136,7 @@ class ModelPool(Models):
 
     def _ordered(self) -> list[LocalFile]:
         """Return this machine's models, the most recently used first, then by name."""
-        return sorted(self._listed(), key=lambda file: (-self._used(file), file.name))
+        return sorted(self._listed(), key=lambda file: (-self._used(file), -file.used, file.name))
 
     def _listed(self) -> Sequence[LocalFile]:
         """List this machine's models; requests in quick succession share a listing."""
@@ -181,7 +184,10 @@ class ModelPool(Models):
                 404, "there is no model on this machine: download one with `localrt pull`"
             )
         if not name:
-            return next(iter(files.values()))
+            first, *others = files.values()
+            chats = (file for file in others if known_facts(self._describe(file)).template)
+            unfit = not self._used(first) and not known_facts(self._describe(first)).template
+            return next(chats, first) if unfit else first  # no base model, unless it is in use
         if (found := meant(name, files)) is not None:
             return files[found]
         names = {alias: file for file in files.values() for alias in file.aliases}

@@ -17,7 +17,9 @@ from PIL import Image
 
 import localrt
 from localrt import History, OptionError
+from localrt.engine.option_help import OPTION_HELP
 from localrt.server.options import ServeOptions
+from localrt.service.live import LiveModel
 from tests.server.conftest import Running, Script, needs_kernels, serving
 from tests.waits import wait_for
 
@@ -179,11 +181,115 @@ def test_options_are_the_conversation_s(talking: Running, script: Script) -> Non
     assert found["info"]["finish_reason"] == "length"
 
 
+def items(running: Running, path: str) -> list[Any]:
+    found: list[Any] = ok(running.request("GET", f"{path}/items"))["data"]
+    return found
+
+
 def test_failed_answer_says_why(talking: Running) -> None:
     path, _ = begun(talking, "x" * 5000)
     found = answered(talking, path)
     assert found["state"] == "failed"
     assert "maximum context length" in found["info"]["error"]
+    assert [name for name, _ in found["info"]["ways"]] == ["new"]
+
+
+def test_continue_edit_fork_remove(talking: Running, script: Script) -> None:
+    path, asked = begun(talking, options={"max_tokens": 5})
+    script.say("One. ", ends=False)
+    cut = answered(talking, path)
+    assert (cut["text"], cut["info"]["finish_reason"]) == ("One. ", "length")
+    assert "ids" not in cut["info"]
+    script.say("Two.")
+    ok(talking.request("POST", path, {"options": {}}))
+    whole = answered(talking, path, continued=cut["id"])
+    assert (whole["id"], whole["text"]) == (cut["id"], "One. Two.")
+    place = f"{path}/items/{cut['id']}"
+    edited = ok(talking.request("POST", place, {"text": "Three."}))
+    assert (edited["text"], edited["alternatives"]) == ("Three.", [cut["id"], edited["id"]])
+    fork = ok(talking.request("POST", f"{place}/fork"))["id"]
+    copied = items(talking, f"/v1/conversations/{fork}")
+    assert [one["text"] for one in copied] == ["Hi", "One. Two."]
+    ok(talking.request("DELETE", f"{path}/items/{edited['id']}"))
+    assert [one["text"] for one in items(talking, path)] == ["Hi", "One. Two."]
+    ok(talking.request("DELETE", f"{path}/items/{asked}"))
+    assert items(talking, path) == []
+
+
+def test_summary(talking: Running, script: Script) -> None:
+    path, _ = begun(talking, "x" * 3000)
+    answered(talking, path)
+    message = {"content": [{"text": "y" * 2000}]}
+    asked = ok(talking.request("POST", f"{path}/items", message))["id"]
+    full = answered(talking, path)
+    assert [name for name, _ in full["info"]["ways"]] == ["oldest", "summary", "new"]
+    script.say("There were many x.")
+    summary = answered(talking, path, after=asked, summary=True)
+    assert (summary["text"], summary["info"]["summary"]) == ("There were many x.", True)
+    wait_for(lambda: items(talking, path)[-1]["state"] == "done")
+    request, *rest = items(talking, path)
+    assert "Summarize" in request["text"]
+    assert [one["text"][:9] for one in rest] == ["There wer", "y" * 9, "There wer"]
+
+
+def test_temporary(
+    talking: Running, script: Script, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    submit = LiveModel.submit
+
+    def watched(self: LiveModel, *args: Any, **options: Any) -> Any:
+        asked.append(options.get("private"))
+        return submit(self, *args, **options)
+
+    monkeypatch.setattr(LiveModel, "submit", watched)
+    path, _ = begun(talking, "A secret", temporary=True)
+    assert answered(talking, path)["text"] == "Hello there."
+    assert ok(talking.request("GET", path))["temporary"]
+    assert (asked, ok(talking.request("GET", "/v1/conversations"))["data"]) == ([True], [])
+    assert b"secret" not in b"".join(each.read_bytes() for each in file.parent.glob("history*"))
+    ok(talking.request("DELETE", path))
+    assert talking.request("GET", path)[0] == 404
+
+
+def test_pin_and_draft(talking: Running) -> None:
+    path, _ = begun(talking)
+    begun(talking, "Later")
+    ok(talking.request("POST", path, {"pinned": True, "draft": "What if"}))
+    found = ok(talking.request("GET", path))
+    assert (found["draft"], found["temporary"]) == ("What if", False)
+    listed = ok(talking.request("GET", "/v1/conversations"))["data"]
+    assert [(one["title"], one["pinned"]) for one in listed] == [("Hi", True), ("Later", False)]
+
+
+def test_export_and_import(talking: Running, script: Script) -> None:
+    path, _ = begun(talking, title="Rivers", instructions="Be brief.")
+    answered(talking, path)
+    status, text, _ = talking.request("GET", f"{path}/export?form=md")
+    assert status == 200
+    assert all(part in text for part in ("# Rivers", "## You\n\nHi", "Hello there."))
+    saved = json.dumps(ok(talking.request("GET", f"{path}/export?form=json"))).encode()
+    data = base64.b64encode(saved).decode()
+    given = {"filename": "../a b.json", "file_data": f"data:application/json;base64,{data}"}
+    found = ok(talking.request("POST", "/v1/conversations/import", given))
+    (copy,) = found["data"]
+    texts = [one["text"] for one in items(talking, f"/v1/conversations/{copy['id']}")]
+    assert (texts, found["left_out"]) == (["Hi", "Hello there."], [])
+
+
+def test_settings(talker: localrt.Model, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('system = "Be kind."\n[generation]\ntop_k = 3\n')
+    with serving(talker, history=":memory:", config_dir=tmp_path) as running:
+        given = {"name": "Short", "instructions": "Be brief.", "options": {"top_p": 0.5}}
+        ok(running.request("POST", "/v1/presets", given))
+        found = ok(running.request("GET", "/v1/presets"))
+        assert found == {
+            "data": [given],
+            "default": {"instructions": "Be kind.", "options": {"top_k": 3}},
+        }
+        found = ok(running.request("GET", "/v1/options"))
+    assert {one["name"] for one in found["options"]} == OPTION_HELP.keys() - {"adapter"}
+    assert found["several"] is False
 
 
 @pytest.mark.parametrize(
@@ -196,14 +302,30 @@ def test_failed_answer_says_why(talking: Running) -> None:
         ("POST", "{path}/items", {"content": [{}]}, 400, "parts"),
         ("POST", "{path}/items", {"content": [{"url": "/etc/passwd"}]}, 400, "data URIs"),
         ("GET", "{path}/answers/1", None, 404, "no answer"),
+        ("POST", "{path}/answers", {"continued": "{item}"}, 400, "only an answer"),
+        ("POST", "{path}/items/{item}", {"text": "x"}, 400, "only an answer"),
+        ("DELETE", "{path}/items/9", None, 404, "no item"),
+        ("POST", "{path}/items/9/fork", None, 404, "no item"),
+        ("POST", "/v1/conversations/import", {"filename": "a", "file_data": "e30="}, 400, ""),
+        ("POST", "/v1/presets", {"name": "", "options": {}}, 400, "name"),
     ],
 )
 def test_refused(
     talking: Running, method: str, path: str, body: Any, status: int, said: str
 ) -> None:
-    there, _ = begun(talking)
-    found = talking.request(method, path.format(path=there), body)
+    there, item = begun(talking)
+    if body == {"continued": "{item}"}:
+        body = {"continued": item}
+    found = talking.request(method, path.format(path=there, item=item), body)
     assert (found[0], said in json.dumps(found[1])) == (status, True), found
+
+
+def test_pictures_for_a_blind_model(talking: Running) -> None:
+    path, _ = begun(talking)
+    url = f"data:image/png;base64,{base64.b64encode(picture()).decode()}"
+    ok(talking.request("POST", f"{path}/items", {"content": [{"url": url}]}))
+    status, body, _ = talking.request("POST", f"{path}/answers", {})
+    assert (status, body["error"]["message"][:24]) == (400, "tiny cannot see pictures")
 
 
 # -- who may -------------------------------------------------------------------------------------
@@ -252,6 +374,9 @@ OPEN = "GET /v1/models"
 PRIVATE = [
     *("GET /v1/conversations", "POST /v1/conversations", f"GET {CALL}", f"POST {CALL}/cancel"),
     *(f"POST {CALL}/decision", "POST /v1/documents", "POST /v1/tools"),
+    *(f"{method} /v1/conversations/1/items/1" for method in ("POST", "DELETE")),
+    *("POST /v1/conversations/1/items/1/fork", "GET /v1/conversations/1/export"),
+    *("POST /v1/conversations/import", "POST /v1/presets", "GET /v1/presets", "GET /v1/options"),
 ]
 
 
