@@ -50,7 +50,8 @@ class Entry:
 
 _TABLE = (
     Entry("help", "", "commands and keys", action="app.help", plain=True),
-    Entry("new", "", "new conversation, same settings", plain=True),
+    Entry("new", "", "new conversation; model, prompt, options and tools stay", plain=True),
+    Entry("temporary", "", "new conversation that is never on the disk", plain=True),
     Entry("list", "[WORDS]", "", plain="list or search conversations, with numbers"),
     Entry("open", "NUMBER", "", plain="open a conversation of the list"),
     Entry("delete", "NUMBER", "", plain="delete one of the list; enter it twice to confirm"),
@@ -58,15 +59,29 @@ _TABLE = (
     Entry("find", "[WORDS]", "find in this conversation"),
     Entry("rename", "TITLE", "name this conversation", plain=True),
     Entry("delete", "", "delete this conversation"),
-    Entry("show", "", "", plain="print the conversation"),
+    Entry(
+        *("pin", "", "list this conversation before others; again: no longer"),
+        lambda chat, _: chat.pin(chat.conversation.id),
+        plain=True,
+    ),
+    Entry("show", "", "", plain="print the conversation, with numbers"),
+    Entry("at", "NUMBER", "", plain="choose a turn of /show for the next command"),
     Entry("thinking", "", "", plain="print the last thinking"),
-    Entry("edit", "", "change the marked or last message and send it again", idle=True),
+    Entry("edit", "", "change the marked answer, or the last message and send it", idle=True),
     Entry(
         *("retry", "", "answer the marked or last message again"),
         plain="answer the last message again, as a branch",
         idle=True,
     ),
-    Entry("edit", "TEXT", "", plain="send TEXT instead of the last message, as a branch"),
+    Entry("edit", "TEXT", "", plain="put TEXT instead of the last message or of an answer (/at)"),
+    Entry("continue", "", "go on with the last answer, if it was cut", plain=True, idle=True),
+    Entry("remove", "", "remove the marked or last message and all after it", idle=True),
+    Entry("remove", "", "", plain="remove the last message and all after it; enter it twice"),
+    Entry(
+        "fork", "", "copy all up to the marked turn to a new conversation", plain=True, idle=True
+    ),
+    Entry("full", "", "what to do when the context is full", idle=True),
+    Entry("full", "[NUMBER]", "", plain="what to do when the context is full; NUMBER does it"),
     Entry("branch", "[prev]", "show the next branch, or the previous one", plain=True, idle=True),
     Entry("copy", "[code]", "copy the marked or last answer, or its code"),
     Entry("fold", "", "show or hide thinking, pasted text and tool results"),
@@ -88,11 +103,13 @@ _TABLE = (
         *("preset", "[NAME]", "use a preset, or list them"),
         lambda chat, name: chat.loaded.preset(chat.presets, name),
         idle=True,
+        plain=True,
     ),
     Entry(
         *("adapter", "[NAME]", "use one of the model's adapters (none: no adapter), or list them"),
         lambda chat, name: chat.loaded.adapter(name),
         idle=True,
+        plain=True,
     ),
     Entry(
         *("tools", "[on|off]", "list MCP servers and tools; switch them; retry starts failed ones"),
@@ -109,7 +126,9 @@ _TABLE = (
         path=True,
         slow=True,
     ),
-    Entry("load", "PATH", "open an exported or saved chat (.json)", plain=True, path=True),
+    Entry(
+        "load", "PATH", "open conversations of a file, also of other apps", plain=True, path=True
+    ),
     Entry("quit", "", "leave", action="app.quit", plain="leave, as Ctrl+D"),
 )
 COMMANDS = tuple(entry for entry in _TABLE if entry.does)

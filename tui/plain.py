@@ -22,7 +22,8 @@ from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.formatting import format_seconds
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
-from localrt.history.messages import CallTurn, Decision, call_line
+from localrt.history.messages import CallTurn, Decision, Way, call_line, is_nothing
+from localrt.history.presets import Defaults, PresetsFile, read_defaults
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import PLAIN_COMMANDS, Command, read_line
 from localrt.tui.conversation.attachments import (
@@ -64,18 +65,26 @@ class PlainAnswers:
     ) -> None:
         self._source, self._out, self._say, self._toolbox = source, out, say, toolbox
 
-    def answer(self, conversation: OpenConversation, chat: ChatSession, question: Turn) -> None:
-        """Answer a user's turn: run tool calls and let the model continue after them."""
-        reply = Reply(chat, conversation, self._toolbox, question.id)
+    def answer(
+        self, conversation: OpenConversation, chat: ChatSession, turn: Turn, **how: Any
+    ) -> bool:
+        """Answer a user's turn: run tool calls and let the model continue after them. ``how`` is
+        ``Reply``'s. Returns whether the context is full.
+        """
+        # A server may begin a thought again; nothing of it has been printed.
+        said = turn.content if turn.role == "assistant" else ""
+        said = "" if split_thinking(said).open else said
+        reply = Reply(chat, conversation, self._toolbox, turn.id, **how)
         while True:
             self._tell(reply)
-            self._answer(reply)
+            full = self._answer(reply, said)
             self._tell(reply)
             if not reply.calls:
-                return
+                return full
             for call in reply.calls:
                 self._run(call, chat.capacity)
             reply.go_on()
+            said = ""
             if reply.last:
                 self._say(ROUNDS_OVER)
 
@@ -88,9 +97,12 @@ class PlainAnswers:
         if note := reply.note():
             self._say(note)
 
-    def _answer(self, reply: Reply) -> None:
-        """Print an answer as it arrives, and save it."""
-        printer = _Printer(self._print)
+    def _answer(self, reply: Reply, said: str) -> bool:
+        """Print an answer behind what it ``said`` before, and save it. Returns whether the context
+        is full.
+        """
+        printer = _Printer(self._print, said)
+        printer.thought_s = reply.thought_s
         with _interrupts(reply.cancel):
             if reply.chat.takes_tools:
                 if self._toolbox.starting:
@@ -105,10 +117,12 @@ class PlainAnswers:
         reply.end(update, printer.thought_s)
         if printer.printed or not reply.calls:
             self._print("\n")
+        full = update.is_full(reply.chat.capacity)
         if update.error is not None:
             self._say(f"Error: {explained(update.error)}")
-        elif note := answer_note(update.state, update.finish_reason):
-            self._say(f"({note})")
+        elif note := answer_note(update.state, update.finish_reason, full=full):
+            self._say(f"({note})" if full else f"({note}; /continue goes on)")
+        return full
 
     def _run(self, call: CallTurn, ctx: int) -> None:
         """Ask if the call must be confirmed, run it, and print its result."""
@@ -153,18 +167,24 @@ def beginning(text: str) -> str:
 
 
 class _Printer:
-    """Prints an answer as it arrives; its thinking as one line that says how long it took."""
+    """Prints an answer as it arrives, without what it ``said`` before; its thinking as one line
+    that says how long it took.
+    """
 
-    def __init__(self, out: Callable[[str], None]) -> None:
-        self._out = out
+    def __init__(self, out: Callable[[str], None], said: str = "") -> None:
+        self._said = 0  # characters to come that were printed before
+        self._out: Callable[[str], None] = lambda text: None
         self._pieces: list[str] = []
         self.printed = False
         self._began = time.monotonic()
         self._thinking = False
         self._plain = False  # whether thinking is over: text is printed unchanged
         self.thought_s: float | None = None
+        self.write(said)
+        self._out, self._said, self.printed = out, len(said), False
 
     def write(self, piece: str) -> None:
+        piece, self._said = piece[self._said :], max(self._said - len(piece), 0)
         if self._plain:
             self._print(piece)
             return
@@ -221,16 +241,20 @@ def run_plain(
     **arguments: Any,
 ) -> int:
     """Chat on stdin and stdout until the end of input; for arguments see ``run_chat``."""
-    toolbox = Toolbox.open(Settings.from_environment().config_dir)
+    config = Settings.from_environment().config_dir
+    toolbox = Toolbox.open(config)
+    arguments |= {"history": History, "config": config, "toolbox": toolbox}
     try:
-        chat = PlainChat(sys.stdin, sys.stdout, history=History, toolbox=toolbox, **arguments)
+        chat = PlainChat(sys.stdin, sys.stdout, **arguments)
         return chat.run(load, chat_path=chat_path, resume=resume)
     finally:
         toolbox.close()
 
 
 class PlainChat:
-    """A chat over two text files. ``history`` opens the history; None keeps nothing."""
+    """A chat over two text files. ``history`` opens the history; None keeps nothing. ``config`` is
+    the folder of presets and defaults.
+    """
 
     def __init__(
         self,
@@ -241,17 +265,22 @@ class PlainChat:
         system: str | None,
         options: dict[str, object],
         history: Callable[[], History] | None = None,
+        config: Path | None = None,
         toolbox: Toolbox | None = None,
         embedder: Callable[[], Any] | None = None,
     ) -> None:
         self._source, self._out = source, out
         self._asking = source.isatty()
+        defaults = Defaults() if config is None else read_defaults(config)
+        self._notes = defaults.notes
         self.state = ChatState(
             history,
             model=short_name(model_name),
             system=system,
             options=options,
             on_problem=self.say,
+            defaults=defaults,
+            presets=PresetsFile(config),
             toolbox=toolbox,
         )
         self._answers = PlainAnswers(source, out, self.state.toolbox, self.say)
@@ -260,7 +289,9 @@ class PlainChat:
         self._attached: list[str] = []  # labels of the next message's attachments
         self._last_list: Sequence[ConversationInfo] = ()  # shown by the last /list
         self._told: tuple[object, ...] = ()  # the last step of reading that was printed
-        self._to_delete = ""  # id of the conversation that repeating the command deletes
+        self._to_delete = ""  # id of what repeating the command deletes
+        self._at: Turn | None = None  # chosen for the next command
+        self._ways: Sequence[Way] = ()  # out of a full context, as last listed
         if hasattr(out, "reconfigure"):
             out.reconfigure(errors="replace")
 
@@ -272,7 +303,7 @@ class PlainChat:
         resume: bool = False,
     ) -> int:
         """Load the model, then answer until the input ends."""
-        for note in self.state.notes:
+        for note in (*self.state.notes, *self._notes):
             self.say(note)
         self.say(f"Loading {self.state.model_name}.")
         model = load(self._say_note)
@@ -294,8 +325,10 @@ class PlainChat:
     def say(self, text: str) -> None:
         print(clean(spelled(text, in_app)), file=self._out, flush=True)
 
-    def _answer(self, question: Turn) -> None:
-        self._answers.answer(self.state.conversation, self.state.loaded.chat, question)
+    def _answer(self, turn: Turn, **how: Any) -> None:
+        conversation, chat = self.state.conversation, self.state.loaded.chat
+        if self._answers.answer(conversation, chat, turn, **how):
+            self._do_full("")
 
     def _say_note(self, progress: Progress) -> None:
         if progress.stage == NOTE:
@@ -312,13 +345,16 @@ class PlainChat:
     def _begin(self, model: ChatModel, chat_path: Path | None, resume: bool) -> None:
         session = self.state.take_model(model)
         if chat_path is not None:
-            self.state.load(chat_path)
+            self.say(self.state.load(chat_path))
         elif resume and (conversations := self.state.list()):
             self.state.open(conversations[0].id)
+        else:
+            self.state.take_unsent()
         for line in (session.describe(), *model.info.notes):
             self.say(line)
         if self.state.conversation.turns:
             self.say(f"Continuing “{self.state.conversation.title}”; /show prints it.")
+        self._say_opened()
         self.say("Type a message, /help for commands; end a line with \\ to continue it.")
 
     def _read(self) -> str | None:
@@ -342,6 +378,7 @@ class PlainChat:
             line = line.rstrip("\r\n")
             if line.endswith("\\"):
                 lines.append(line[:-1])
+                self.state.conversation.keep_draft("\n".join(lines))
                 continue
             return "\n".join([*lines, line])
 
@@ -360,6 +397,7 @@ class PlainChat:
         self._read_others()
         conversation, draft = self.state.conversation, self._draft(text)
         turn = conversation.add("user", draft.content, after=conversation.end, info=draft.info)
+        conversation.keep_draft("")
         self._answer(turn)
 
     def _draft(self, text: str) -> SentMessage:
@@ -408,7 +446,10 @@ class PlainChat:
         self.say("\n".join(f"{usage:<{width}}{does}" for usage, does in rows))
 
     def _do_new(self, argument: str) -> None:
-        self._open(self.state.new, "New conversation.")
+        self._open(self.state.new)
+
+    def _do_temporary(self, argument: str) -> None:
+        self._open(lambda: self.state.new(temporary=True))
 
     def _do_rename(self, title: str) -> None:
         self.state.conversation.set(title=title)
@@ -416,11 +457,20 @@ class PlainChat:
     def _do_quit(self, argument: str) -> None:
         self._leaving = True
 
-    def _open(self, change: Callable[[], None], done: str) -> None:
-        change()
-        for note in self.state.loaded.notes:
-            self.say(note)
-        self.say(done)
+    def _open(self, change: Callable[[], str]) -> None:
+        """Open another conversation; ``change`` returns a line about it."""
+        done = change()
+        self._at = None
+        for line in (*self.state.loaded.notes, done):
+            self.say(line)
+        self._say_opened()
+
+    def _say_opened(self) -> None:
+        conversation = self.state.conversation
+        if conversation.prompt_line:
+            self.say(f"{conversation.prompt_line} (/system shows it)")
+        if conversation.draft:
+            self.say(f"Not sent yet: {conversation.draft}")
 
     def _do_list(self, search: str) -> None:
         self._last_list = self.state.list(search)[:30]
@@ -440,10 +490,11 @@ class PlainChat:
 
     def _do_open(self, argument: str) -> None:
         info = self._numbered(argument)
-        self._open(lambda: self.state.open(info.id), f"Opened “{info.title}”; /show prints it.")
+        self.state.open(info.id)
+        self._open(lambda: f"Opened “{info.title}”; /show prints it.")
 
     def _do_load(self, path: str) -> None:
-        self._open(lambda: self.state.load(path), f"Opened {path}")
+        self._open(lambda: self.state.load(path))
 
     def _do_delete(self, argument: str) -> None:
         info = self._numbered(argument)
@@ -473,17 +524,18 @@ class PlainChat:
             self._say_turns(new)
 
     def _do_show(self, argument: str) -> None:
-        self._say_turns(self.state.conversation.turns)
+        self._say_turns(self.state.conversation.turns, numbered=True)
 
-    def _say_turns(self, turns: Iterable[Turn]) -> None:
-        for turn in turns:
+    def _say_turns(self, turns: Iterable[Turn], *, numbered: bool = False) -> None:
+        for number, turn in enumerate(turns, 1):
+            start = f"{number}. " if numbered else ""
             branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
             if turn.role == "tool":
                 result = answer_note(turn.state) or beginning(turn.content)
-                self.say(f"Call{branch}: {call_line(turn.info)}\nResult: {result}")
+                self.say(f"{start}Call{branch}: {call_line(turn.info)}\nResult: {result}")
             elif turn.content or "tool_calls" not in turn.info:
                 who = "You" if turn.role == "user" else "Model"
-                self.say(f"{who}{branch}: {split_thinking(turn.content).answer}")
+                self.say(f"{start}{who}{branch}: {split_thinking(turn.content).answer}")
             self._say_pictures(draft_of(turn))
 
     def _do_thinking(self, argument: str) -> None:
@@ -491,11 +543,27 @@ class PlainChat:
         thoughts = [split_thinking(turn.content).thinking for turn in reversed(turns)]
         self.say(next(filter(None, thoughts), "There was no thinking."))
 
+    def _do_at(self, argument: str) -> None:
+        turns = self.state.conversation.turns
+        if not argument.isdigit() or not 1 <= int(argument) <= len(turns):
+            raise OptionError("give a number from /show")
+        self._at = turns[int(argument) - 1]
+        self.say("For the next /edit, /retry, /remove or /fork:")
+        self._say_turns([self._at])
+
     def _question(self) -> Turn:
-        question = self.state.conversation.question()
+        """The message chosen by ``/at``, or answered by what it chose; else the last one."""
+        question = self.state.conversation.question(self._at.id if self._at else None)
         if question is None:
             raise OptionError("there is no message yet")
+        self._at = None
         return question
+
+    def _last(self) -> Turn:
+        turns = self.state.conversation.turns
+        if not turns:
+            raise OptionError("there is no message yet")
+        return turns[-1]
 
     def _do_retry(self, argument: str) -> None:
         question = self._question()
@@ -503,13 +571,61 @@ class PlainChat:
             self.state.loaded.check_sees()
         self._answer(question)
 
+    def _do_continue(self, argument: str) -> None:
+        self._answer(self._last(), continues=True)
+
     def _do_edit(self, text: str) -> None:
         if not text:
-            raise OptionError("/edit needs the text to send instead of the last message")
+            raise OptionError("/edit needs the text to put instead of the last message")
         conversation = self.state.conversation
+        if self._at is not None and self._at.role != "user":
+            conversation.edit_answer(self._at.id, text)
+            self._at = None
+            self.say("The answer is changed, as a branch beside the old one.")
+            return
         before = conversation.before(self._question().id) or 0
         draft = self._draft(text)
         self._answer(conversation.add("user", draft.content, after=before, info=draft.info))
+
+    def _do_remove(self, argument: str) -> None:
+        chosen = self._at
+        turn = chosen or self._question()
+        if self._to_delete != str(turn.id):
+            self._to_delete, self._at = str(turn.id), chosen
+            self._say_turns([turn])
+            self.say("Enter the same command again to remove this and all after it for good.")
+            return
+        self._to_delete, self._at = "", None
+        self.state.remove(turn.id)
+        self.say("Removed.")
+
+    def _do_fork(self, argument: str) -> None:
+        turn, self._at = self._at or self._last(), None
+        self._open(lambda: self.state.fork(turn.id))
+
+    def _do_full(self, argument: str) -> None:
+        if not argument:
+            self._ways = self.state.loaded.ways_out()
+            for number, way in enumerate(self._ways, 1):
+                self.say(f"/full {number}: {way.label}")
+            return
+        if not argument.isdigit() or not 1 <= int(argument) <= len(self._ways):
+            raise OptionError("give a number from /full")
+        way, conversation = self._ways[int(argument) - 1], self.state.conversation
+        if way.name == "oldest":
+            self.state.loaded.set("overflow drop_oldest")
+            self.say("From now on the oldest turns are left out: /retry or /continue.")
+        elif way.name == "summary":
+            last = self._last()
+            question, messages = conversation.begin_summary()
+            self._answer(question, summary=messages)
+            if is_nothing(conversation.turns[-1]):
+                conversation.show(last.id)
+        elif way.name == "longer":
+            name = self.state.model_name
+            self.say(f"localrt chat {name} --ctx {way.ctx} --plain --continue goes on so.")
+        else:
+            self._do_new("")
 
     def _do_branch(self, argument: str) -> None:
         conversation = self.state.conversation

@@ -378,9 +378,8 @@ class KvChatCache:
         try:
             if self._session is None:
                 self._session = core.new_session()
-            request = core.requests.make(
-                messages, tools=tools, cancel=cancel, on_progress=on_progress, **options
-            )
+            given: dict[str, Any] = {"tools": tools, "private": not self._owner.exists(), **options}
+            request = core.requests.make(messages, cancel=cancel, on_progress=on_progress, **given)
             request = replace(request, restore=saver.restore)
             needed = core.engine.kv_nbytes(min(core.ctx, len(request.prompt) + _AHEAD))
             saver.keeper.make_room(max(1, needed - self.kv_nbytes))

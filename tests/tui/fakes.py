@@ -98,6 +98,16 @@ class FakeChat:
         self.model.seen.append(Seen(list(self.messages), list(tools), options))
         return self._answer(on_progress)
 
+    def continue_answer(self, **how: Any) -> Iterator[Chunk]:
+        begun = self.messages[-1]
+        assert begun.pop("prefix")
+        return self._after(begun["content"], self.stream(**how))
+
+    def _after(self, text: str, rest: Iterator[Chunk]) -> Iterator[Chunk]:
+        for chunk in rest:
+            yield replace(chunk, text=text + chunk.text)
+            text = ""
+
     def _answer(self, on_progress: ProgressCallback) -> Iterator[Chunk]:
         model = self.model
         pieces: list[str] = []

@@ -9,6 +9,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def chat(model: FakeModel, tmp_path: Path) -> Chat:
             system=None,
             options={},
             history=lambda: History(tmp_path / "history.db"),
+            config=tmp_path,
             toolbox=toolbox,
         )
         assert plain.run(load or FakeLoader(model), **arguments) == 0
@@ -120,7 +122,7 @@ def test_ctrl_c(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
     model.steps = Interrupted(1)
     before = signal.getsignal(signal.SIGINT)
     text = chat("Hi", "/show")
-    assert "Hello\n(stopped)\n" in text
+    assert "Hello\n(stopped; /continue goes on)\n" in text
     assert signal.getsignal(signal.SIGINT) is before
     with History(tmp_path / "history.db") as history:
         turn = history.open(history.list()[0].id).turns[-1]
@@ -145,6 +147,66 @@ def test_plain_or_app(
     assert opened == ["plain" if plain else "app"]
 
 
+def turns_of(folder: Path) -> list[str]:
+    with History(folder / "history.db") as history:
+        return [turn.content for turn in history.open(history.list()[0].id).turns]
+
+
+def test_turns(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
+    text = chat("/continue", "One", "Two", "/at 9", "/at 2", "/edit Hi.", "/branch", "/show")
+    assert "Error: there is no message yet" in text
+    assert "Error: give a number from /show" in text
+    assert "2. Model (1 of 2): Hello there.\n3. You: Two" in text
+    model.finish_reason = "length"
+    text = chat("Three", resume=True)
+    assert "(cut off at max_tokens; /continue goes on)" in text
+    model.finish_reason, model.answer = "stop", [" And", " more."]
+    assert chat("/continue", resume=True).endswith(" And more.\n")
+    assert turns_of(tmp_path)[-1] == "Hello there. And more."
+    text = chat("/at 3", "/remove", "/remove", "/retry", resume=True)
+    assert "3. You" not in text
+    assert text.count("Enter the same command again") == 1
+    assert turns_of(tmp_path) == ["One", " And more."]
+    text = chat("/at 1", "/fork", "/pin", "/rename Copy", "/show", "/list", resume=True)
+    assert "This is a copy" in text
+    assert "1. Copy (now, 1 turns" in text
+    assert turns_of(tmp_path) == ["One"]
+
+
+def test_full(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
+    model.info = replace(model.info, ctx=8, path=tmp_path / "none.gguf")
+    model.answer, model.finish_reason = ["word "] * 7, "length"
+    text = chat("One", "/full 9", "/full 1", "/continue")
+    assert "(cut off: the context is full)\n/full 1: Leave out the oldest turns\n" in text
+    assert "Error: give a number from /full" in text
+    assert model.last_chat.options == {"overflow": "drop_oldest"}
+    model.answer, model.finish_reason = ["We counted."], "stop"
+    text = chat("/full", "/full 2", "Go on", "/full 3", resume=True)
+    assert text.count("We counted.") == 2
+    assert [each.options for each in model.seen[-2:]] == [{"overflow": "drop_oldest"}, {}]
+    assert "Summarize" in model.given("user")[0]
+    assert len(model.given("assistant")) == 1
+    assert "New conversation" in text
+
+
+def test_settings_and_drafts(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text('system = "Be brief."\n[generation]\nseed = 3\nx = 1\n')
+    (tmp_path / "presets.toml").write_text('[Code]\nsystem = "You review."\ntemperature = 0.5\n')
+    text = chat("Hi", "/preset code", "/temporary", "secret words", "/pin", "unsent\\")
+    assert "[generation]: " in text
+    assert "System prompt: Be brief. (/system shows it)" in text
+    assert "Temporary conversation: nothing of it is written to the disk" in text
+    assert "Error: a temporary conversation is in no list" in text
+    assert model.given() == ["You review.", "secret words", "Hello there.", "unsent"]
+    assert model.last_chat.options == {"temperature": 0.5}
+    for path in tmp_path.glob("history.db*"):
+        assert b"secret words" not in path.read_bytes()
+    with History(tmp_path / "history.db") as history:
+        history.new(model="m").keep_draft("half a thought")
+        history._database._connection.execute("UPDATE aside SET writer = NULL")
+    assert "Not sent yet: half a thought" in chat("/new")
+
+
 # -- tools -----------------------------------------------------------------------------------------
 
 ASKED = "Run it? [y]es, [a]lways in this conversation, [n]o: "
@@ -160,8 +222,8 @@ def test_calls(model: FakeModel, chat: Chat) -> None:
         "Result (refused): The user did not allow this call.\n"
         "Call: files.list {}\nResult: a\nb\n"
         "Hello there.\n"
-        "You: What is in a?\n"
-        'Call: files.read_file {"path": "a"}\nResult: milk\n'
+        "1. You: What is in a?\n"
+        '3. Call: files.read_file {"path": "a"}\nResult: milk\n'
     )
     assert servers.called == [("read_file", {"path": "a"}), ("list", {})]
     assert model.given("tool") == ["milk", "The user did not allow this call.", "a\nb"]

@@ -137,13 +137,15 @@ class Attachments:
         progress: ProgressCallback,
         free: Callable[[], int] = lambda: 0,
         count: Callable[[str], int] = len,
+        *,
+        keep: bool = True,
     ) -> tuple[str, list[str]]:
-        """The message with pieces of files that do not fit (``documents.fitting``), and notes."""
+        """The message with pieces of files that do not fit (``documents.fitted``), and notes."""
         found = list(self._labels_in(text))
         question = _replaced(text, [(*each.span(), "") for each in found])
         read = {label: self._files[label] for each in found if (label := each[0]) in self._files}
         files = list(read.values())
-        how: dict[str, Any] = {"progress": progress, "embedder": self.embedder}
+        how: dict[str, Any] = {"progress": progress, "embedder": self.embedder, "keep": keep}
         shown = fitted(files, question, free=free, count=count, **how)
         changed = [(*each, new) for each, new in zip(read.items(), shown, strict=True)]
         for label, file, new in changed:

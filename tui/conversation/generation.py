@@ -10,18 +10,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from localrt.common.errors import CancelledError, LocalrtError
+from localrt.common.errors import CancelledError, ContextOverflowError, LocalrtError
 from localrt.common.progress import NOTE, Progress
-from localrt.history.messages import CallTurn, answer_counts
+from localrt.history.messages import AnswerRecord, CallTurn
 from localrt.mcp import ROUNDS
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import one_line
 
 if TYPE_CHECKING:
-    from localrt import AnswerWriter, ChatModel, ChatSession, Chunk, Metrics, ToolCall
+    from localrt import AnswerWriter, ChatModel, ChatSession, Chunk, Message, Metrics, ToolCall
     from localrt.common.progress import ProgressCallback
 
 NO_TOOLS = "This model does not support tools: it answers without the MCP servers"
@@ -126,6 +127,13 @@ class AnswerUpdate:
             return "cancelled" if self.done and self.error is None else None
         return self.chunk.finish_reason
 
+    def is_full(self, ctx: int) -> bool:
+        """Whether the answer ended, or could not begin, because a context of ``ctx`` is full."""
+        if self.error is not None or self.finish_reason != "length" or self.metrics is None:
+            return isinstance(self.error, ContextOverflowError)
+        used = self.metrics.prompt_tokens + self.metrics.completion_tokens
+        return 0 < ctx <= used + 1
+
     @property
     def calls(self) -> Sequence[ToolCall]:
         if self.chunk is None or self.finish_reason != "tool_calls":
@@ -143,15 +151,22 @@ class AnswerUpdate:
 class Generation(BackgroundTask[bool]):
     """Streams one answer of ``chat`` in a thread, and saves it there with ``writer``.
 
-    The model is offered the tools of ``toolbox``, once its servers have started; if ``last``, it
-    may call no more of them.
+    ``begin`` is the chat's method that answers. The model is offered the tools of ``toolbox``, once
+    its servers have started; if ``last``, it may call no more of them.
     """
 
     def __init__(
-        self, chat: ChatSession, writer: AnswerWriter, toolbox: Toolbox, *, last: bool = False
+        self,
+        chat: ChatSession,
+        begin: Callable[..., Iterator[Chunk]],
+        writer: AnswerWriter,
+        toolbox: Toolbox,
+        *,
+        last: bool = False,
     ) -> None:
         super().__init__(lambda task: self._stream(), name="localrt-answer")
         self._chat, self._writer, self._toolbox, self._last = chat, writer, toolbox, last
+        self._begin, self.record = begin, AnswerRecord()
         self._lock = threading.Lock()
         self._pieces: list[str] = []
         self._chunk: Chunk | None = None
@@ -183,6 +198,7 @@ class Generation(BackgroundTask[bool]):
             with self._lock:
                 self._pieces.append(chunk.text)
                 self._chunk = chunk
+                self.record.add(chunk)
             self._writer.write(chunk.text)
             self._cancel_again()
         return True
@@ -193,14 +209,14 @@ class Generation(BackgroundTask[bool]):
             choice = {"tool_choice": "none"} if self._last else {}
             began = False
             try:
-                for chunk in self._chat.stream(tools=tools, on_progress=self.show, **choice):
+                for chunk in self._begin(tools=tools, on_progress=self.show, **choice):
                     began = True
                     yield chunk
                 return
             except LocalrtError:
                 if began or self._chat.takes_tools:
                     raise
-        yield from self._chat.stream(on_progress=self.show)
+        yield from self._begin(on_progress=self.show)
 
     def _cancel_again(self) -> None:
         # The chat misses a cancellation that came before it began to answer.
@@ -213,20 +229,51 @@ class Reply:
 
     ``work`` streams an answer, once started; ``end`` saves the answer and begins its ``calls``.
     When those have ended, ``go_on`` prepares the next answer.
+
+    Args:
+        question: the turn that is answered, or with ``continues`` the answer that goes on.
+        summary: of messages that are too long together; they end with the request for it.
     """
 
     def __init__(
-        self, chat: ChatSession, conversation: OpenConversation, toolbox: Toolbox, question: int
+        self,
+        chat: ChatSession,
+        conversation: OpenConversation,
+        toolbox: Toolbox,
+        question: int,
+        *,
+        continues: bool = False,
+        summary: Sequence[Message] = (),
     ) -> None:
         self.chat, self._conversation, self._toolbox = chat, conversation, toolbox
         self.rounds = 0  # rounds of calls before this answer
-        self._prepare(question)
+        self.thought_s: float | None = None  # of an answer that goes on behind its thoughts
+        if continues:
+            writer = conversation.reopen(question)
+            messages = conversation.messages(continued=writer.turn)
+            self.thought_s = conversation.turns[-1].info.get("thinking_s")
+            self._prepare(writer, messages, chat.continue_answer)
+        elif summary:
+            self.rounds = ROUNDS  # without tools
+            begin = partial(chat.stream, overflow="drop_oldest")
+            self._prepare(conversation.answer(after=question), summary, begin)
+        else:
+            self._answer(question)
 
-    def _prepare(self, after: int) -> None:
+    def _answer(self, after: int) -> None:
+        writer = self._conversation.answer(after=after)
+        messages = self._conversation.messages(before=writer.turn)
+        self._prepare(writer, messages, self.chat.stream)
+
+    def _prepare(
+        self,
+        writer: AnswerWriter,
+        messages: Sequence[Message],
+        begin: Callable[..., Iterator[Chunk]],
+    ) -> None:
         self.calls: list[CallTurn] = []
-        self.writer = self._conversation.answer(after=after)
-        self.chat.messages = self._conversation.messages(before=self.writer.turn)
-        self.work = Generation(self.chat, self.writer, self._toolbox, last=self.last)
+        self.writer, self.chat.messages = writer, list(messages)
+        self.work = Generation(self.chat, begin, writer, self._toolbox, last=self.last)
 
     @property
     def last(self) -> bool:
@@ -253,9 +300,8 @@ class Reply:
         return () if self.last else update.calls  # a server's model may call tools anyway
 
     def _keep(self, update: AnswerUpdate, state: str, thought_s: float | None) -> None:
-        info: dict[str, object] = {"finish_reason": update.finish_reason}
-        if update.metrics is not None:
-            info |= answer_counts(update.metrics, self._conversation.model)
+        info = self.work.record.info(self._conversation.model)
+        info["finish_reason"] = update.finish_reason
         if thought_s is not None:
             info["thinking_s"] = thought_s
         if update.error is not None:
@@ -266,7 +312,7 @@ class Reply:
 
     def go_on(self) -> None:
         self.rounds += 1
-        self._prepare(self.calls[-1].turn)
+        self._answer(self.calls[-1].turn)
 
     def cancel(self) -> None:
         """Stop the answer, keeping its text so far, or the running call."""

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from localrt.common.errors import StorageError
 from localrt.history.conversation import withdraw
 from localrt.history.history import copy_to_memory, end_answer, merge
-from localrt.history.messages import is_nothing, messages_for_model
+from localrt.history.messages import is_nothing, messages_for_model, summary_turns
 
 if TYPE_CHECKING:
     from localrt import AnswerWriter, Conversation, History, Message, Turn
 
 _Result = TypeVar("_Result")
 _FACTS = ("id", "title", "model", "system", "options")
+_SHOWN_PROMPT = 60  # characters
 _NOTES = {
     "cut": "cut off: the app ended here",
     "cancelled": "stopped",
@@ -38,6 +39,7 @@ class OpenConversation:
     Args:
         stored: the conversation.
         memory: opens the fallback history in memory; None if ``stored`` is in memory.
+        temporary: nothing of it may be written to the disk.
         on_moved: called with the old and new numbers of turns when they reach the file.
         on_problem: called with one line when saving fails or works again.
     """
@@ -47,10 +49,11 @@ class OpenConversation:
         stored: Conversation,
         memory: Callable[[], History] | None,
         *,
+        temporary: bool = False,
         on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
         on_problem: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.sees = True
+        self.sees, self.temporary = True, temporary
         self._stored = stored
         self._memory = memory
         self._file: Conversation | None = None  # the stored one while this is in memory
@@ -94,6 +97,13 @@ class OpenConversation:
     @property
     def system(self) -> str | None:
         return self._facts["system"] or None
+
+    @property
+    def prompt_line(self) -> str:
+        """The beginning of the system prompt, for the line above the conversation; "" if none."""
+        words = " ".join((self.system or "").split())
+        shown = words if len(words) <= _SHOWN_PROMPT else f"{words[: _SHOWN_PROMPT - 1]}…"
+        return f"System prompt: {shown}" if words else ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -140,9 +150,12 @@ class OpenConversation:
             ends = (place for place, turn in enumerate(turns) if turn.id in self._hidden)
             self._turns = turns[: next(ends, None)]
 
-    def messages(self, before: int | None = None) -> list[Message]:
-        """The messages for the model up to turn ``before``: system prompt, questions, answers."""
-        return messages_for_model(self.turns, self.system, before=before, sees=self.sees)
+    def messages(self, before: int | None = None, *, continued: int | None = None) -> list[Message]:
+        """The messages for the model up to turn ``before``: system prompt, questions, answers. With
+        answer ``continued`` they end with it, to be continued.
+        """
+        how: dict[str, Any] = {"sees": self.sees, "continued": continued, "model": self.model}
+        return messages_for_model(self.turns, self.system, before=before, **how)
 
     @property
     def end(self) -> int:
@@ -200,6 +213,40 @@ class OpenConversation:
         self._read(writer.turn)
         return writer
 
+    def reopen(self, number: int) -> AnswerWriter:
+        """Continue the last answer, as ``Conversation.reopen``; ``finish`` ends it."""
+        self.save()
+        number = self._moved.get(number, number)
+        writer = self._change(lambda: self._stored.reopen(number))
+        self._writing.add(number)
+        self._read(number)
+        return writer
+
+    def edit_answer(self, number: int, text: str) -> Turn:
+        """Add and show an answer with this text beside answer ``number``."""
+        self.save()
+        number = self._moved.get(number, number)
+        turn = self._change(lambda: self._stored.edit_answer(number, text))
+        self._read(turn.id)
+        return turn
+
+    def remove(self, number: int) -> None:
+        """Remove a turn and what follows it, for good."""
+        if not self.save():
+            raise StorageError("nothing can be removed while the file cannot be written")
+        self._stored.remove(self._moved.get(number, number))
+        self._read()
+
+    @property
+    def draft(self) -> str:
+        """The message that was not sent, or that is being written."""
+        with suppress(StorageError):
+            return self._stored.draft
+        return ""
+
+    def keep_draft(self, text: str) -> None:
+        self._stored.keep_draft(text)
+
     def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, object]) -> None:
         """End an answer; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``."""
         try:
@@ -207,9 +254,19 @@ class OpenConversation:
         except StorageError as error:
             self._go_on_in_memory(error)
         if self.unsaved:
-            end_answer(self._stored, writer.turn, state, writer.text, info)
+            old = next((turn.content for turn in self._turns if turn.id == writer.turn), "")
+            end_answer(self._stored, writer.turn, state, writer.text or old, info)
         self._writing.discard(writer.turn)
         self._read()
+
+    def begin_summary(self) -> tuple[Turn, list[Message]]:
+        """Begin a branch at the root that goes on from a summary of this one.
+
+        Returns:
+            The turn that asks for the summary, and the messages that it is made of.
+        """
+        messages, request = summary_turns(self.turns, self.system, sees=self.sees)
+        return self.add("user", request, after=0), messages
 
     def show(self, number: int) -> None:
         self._change(lambda: self._stored.show(number))
@@ -279,7 +336,5 @@ def answer_note(state: str, finish_reason: str | None = None, *, full: bool = Fa
     if state in _NOTES:
         return _NOTES[state]
     if finish_reason == "length":
-        if full:
-            return "cut off: the context is full; /new starts over"
-        return "cut off at max_tokens; /set max_tokens changes it"
+        return "cut off: the context is full" if full else "cut off at max_tokens"
     return ""

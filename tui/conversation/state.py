@@ -8,7 +8,8 @@ show, or raise it as a ``LocalrtError``. Knows the public API, no widget.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from localrt.common.files import parse_json
 from localrt.common.option_names import did_you_mean
 from localrt.engine.option_help import OPTION_HELP
 from localrt.history.export import Exporter
+from localrt.history.messages import Way, ways_out
 from localrt.history.presets import Defaults, Preset, PresetsFile
 from localrt.mcp.servers import ToolServers
 from localrt.mcp.toolbox import Toolbox
@@ -31,6 +33,7 @@ from localrt.tui.text import human_count, short_name
 if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession, Conversation, ConversationInfo
     from localrt.common.progress import ProgressCallback
+    from localrt.planning.forecast import PlannedContext
 
 _NONE = ("none", "default")
 
@@ -97,7 +100,8 @@ class Session:
         """The message with its files as they fit the context, and notes; may take a while."""
         ctx = self.chat.capacity
         free = lambda: max(ctx - self.tokens(), 2) if ctx else 0  # noqa: E731
-        return attachments.fitted(text, progress, free, self.model.count)
+        keep = not self.conversation.temporary
+        return attachments.fitted(text, progress, free, self.model.count, keep=keep)
 
     def describe(self) -> str:
         info = self.model.info
@@ -119,6 +123,16 @@ class Session:
                 return self.model.count(self.conversation.messages(turns[-1].id)) + answer
         messages = self.conversation.messages()
         return self.model.count(messages) if messages else 0
+
+    def ways_out(self, used: int | None = None) -> tuple[Way, ...]:
+        """What can be done when the context is full of ``used`` tokens; takes a while."""
+        ctx, info = self.chat.capacity, self.model.info
+        if info.engine == "remote":  # a server has its own ways
+            return ways_out(0, 0)[-1:]
+        contexts: Sequence[PlannedContext] = ()
+        with suppress(LocalrtError):
+            contexts = localrt.plan(str(info.path)).contexts
+        return ways_out(used or self.tokens(), ctx, contexts)
 
     def leave(self) -> None:
         """Save the KV cache to disk for the next time, and free it; takes a while."""
@@ -300,6 +314,13 @@ class ChatState:
         """A history in memory, for conversations that cannot be saved."""
         return History(":memory:")
 
+    def take_unsent(self) -> None:
+        """Take over the message that was being written in an empty conversation of before."""
+        with suppress(StorageError):
+            if (unsent := self.history.unsent()) is not None:
+                self.conversation.keep_draft(unsent.draft)
+                unsent.keep_draft("")
+
     @property
     def loaded(self) -> Session:
         """The session; only for use after the model is loaded."""
@@ -342,27 +363,54 @@ class ChatState:
         self.session = self._model = None
         return left
 
-    def new(self) -> None:
-        """Open an empty conversation with the settings of the open one, unless other defaults were
-        chosen meanwhile.
+    def new(self, *, temporary: bool = False) -> str:
+        """Open an empty conversation with the settings in force, unless other defaults were chosen
+        meanwhile; returns the line to show. Nothing of a ``temporary`` one is written to the disk.
         """
-        same = self.conversation if self.defaults is self._defaults_then else None
-        self._open(self._new(same), {} if same else self.options)
+        same = self.defaults is self._defaults_then
+        self._open(self._new(same=same, temporary=temporary), {} if same else self.options)
+        if temporary:
+            return "Temporary conversation: nothing of it is written to the disk"
+        return "New conversation" + ("" if same else ", with your new defaults")
+
+    def fork(self, number: int) -> str:
+        """Open a copy of the conversation up to turn ``number``; returns the line to show."""
+        history = self._memory if self.conversation.temporary else self.history
+        copy = history.fork(self.conversation.id, number)
+        copy.set(options=self._in_force)
+        self._open(self._as_open(copy, temporary=self.conversation.temporary), {})
+        return "This is a copy; the conversation of before stays as it is"
+
+    def remove(self, number: int) -> None:
+        """Remove a turn and what follows it, from the model's memory too."""
+        self.conversation.remove(number)
+        if self.session is not None:
+            self.session.chat.close()
+
+    def pin(self, id: str) -> str:
+        """List a conversation before others, or no longer; returns the line to show."""
+        if id == self.conversation.id and self.conversation.temporary:
+            raise OptionError("a temporary conversation is in no list")
+        conversation = self.history.open(id)
+        conversation.set(pinned=not conversation.pinned)
+        return "Pinned: it is at the top of the list" if conversation.pinned else "Not pinned now"
 
     def open(self, id: str) -> None:
         """Open a conversation of the history."""
         self._open(self._as_open(self.history.open(id)))
 
-    def load(self, path: str | Path) -> None:
-        """Open an exported or saved chat as a new conversation."""
-        if self._model is None:
-            raise StorageError("the model is still loading")
+    def load(self, path: str | Path) -> str:
+        """Keep the conversations of a file and open the newest; returns the line to show."""
         if not path:
-            raise OptionError("/load needs the path of a saved conversation (.json)")
-        loaded = self.history.load_file(path).conversations[-1]
-        system = self.system or loaded.system or self.defaults.system
-        loaded.set(system=system, options={**loaded.options, **self.options})
-        self._open(self._as_open(loaded))
+            raise OptionError("/load needs the path of a file with conversations")
+        found = self.history.load_file(path)
+        newest = max(reversed(found.conversations), key=lambda each: each.updated)
+        system = self.system or newest.system or self.defaults.system
+        newest.set(system=system, options={**newest.options, **self.options})
+        self._open(self._as_open(newest))
+        count = len(found.conversations)
+        more = () if count == 1 else (f"{count} conversations, this is the newest",)
+        return "; ".join((f"Opened {path}", *more, *found.left_out))
 
     def delete(self, id: str) -> None:
         """Delete a conversation; if it is open, a new one replaces it."""
@@ -393,32 +441,45 @@ class ChatState:
     def _open(self, conversation: OpenConversation, options: dict[str, Any] | None = None) -> None:
         """``options`` override the conversation's; None: those of the command line."""
         self.conversation.save()
-        left, self.conversation = self.session, conversation
+        left, before = self.session, self.conversation
+        self.conversation = conversation
         self._defaults_then = self.defaults
         if self._model is not None:
             options = self.options if options is None else options
             self.session = Session(self._model, conversation, options)
         if left is not None:
             self._on_left(left)
+        if before.temporary:
+            self._memory.delete(before.id)
 
-    def _new(self, same: OpenConversation | None = None) -> OpenConversation:
-        """An empty conversation, with the settings of ``same`` or the defaults."""
+    @property
+    def _in_force(self) -> dict[str, Any]:
+        """The options with which the open conversation is answered."""
+        if self.session is not None:
+            return dict(self.session.chat.options)
+        return {**self.conversation.options, **self.options}
+
+    def _new(self, *, same: bool = False, temporary: bool = False) -> OpenConversation:
+        """An empty conversation, with the ``same`` settings as the open one or the defaults."""
         system = self.defaults.system if self.system is None else self.system
         options = {**self.defaults.options, **self.options}
-        if same is not None:
-            system, options = same.system, same.options
+        if same:
+            system, options = self.conversation.system, self._in_force
         values: dict[str, Any] = {"model": self.model_name, "system": system, "options": options}
+        if temporary:
+            return self._as_open(self._memory.new(**values), temporary=True)
         try:
             return self._as_open(self.history.new(**values))
         except StorageError as error:
             self._on_problem(f"Not saved to disk: {error}; /export PATH saves a copy")
             return OpenConversation(self._memory.new(**values), None)
 
-    def _as_open(self, conversation: Conversation) -> OpenConversation:
-        memory = None if self.history is self._memory else lambda: self._memory
+    def _as_open(self, conversation: Conversation, *, temporary: bool = False) -> OpenConversation:
+        in_memory = temporary or self.history is self._memory
         return OpenConversation(
             conversation,
-            memory,
+            None if in_memory else lambda: self._memory,
+            temporary=temporary,
             on_moved=self._on_moved,
             on_problem=lambda line: self._on_problem(line),
         )
