@@ -5,15 +5,25 @@
     for chunk in model.stream("Why is the sky blue?", max_tokens=64):
         print(chunk.text, end="")
 
-The names to begin with; ``help(localrt.load)`` and so on say more:
+Its names; ``help(localrt.load)`` and so on say more:
 
-- ``load``, ``load_in_background``: a model, downloaded first if need be
-- ``Model``: ``stream``, ``generate``, ``chat``, ``live``, ``embed``, each for asyncio too
-- ``ChatSession``: a conversation; ``History`` keeps conversations on disk
-- ``Chunk``, ``Metrics``, ``Status``: what comes back, how fast, what it takes
-- ``plan``, ``preview``: how fast a model would be, before it is downloaded
-- ``list_models``, ``search_models``, ``pull``, ``remove_model``: the models on this machine
-- ``LocalrtError``: the root of all errors
+- models: ``load``, ``load_in_background`` (``Loading``), ``Model``, ``LiveModel``, ``embedder``,
+  ``Settings``, ``Progress``, ``Status`` and its parts, ``ModelInfo``
+- answers: ``Chunk``, ``Answer``, ``LiveAnswer``, ``Metrics``, ``ToolCall``, ``TokenLogprob``,
+  ``split_thinking`` (``Thinking``)
+- options: ``Options``, ``Sampling``; for editors and type checkers ``GenerateOptions``,
+  ``PromptOptions``, ``SendOptions``, ``LiveOptions``, ``BatchOptions``
+- conversations: ``ChatSession``, ``ChatModel``, ``Message``; kept on disk: ``History``,
+  ``Conversation``, ``ConversationInfo``, ``Turn``, ``AnswerWriter``, ``KeptPicture``,
+  ``LoadedFile``
+- documents: ``read_document``, ``DocumentIndex``
+- many prompts on many machines: ``Batch``
+- the models on this machine and the hub: ``list_models``, ``search_models``, ``list_variants``,
+  ``pull``, ``remove_model``, ``uses``, ``find_draft``, with ``LocalModel``, ``FoundModel``,
+  ``Variant``, ``ResolvedModel``, ``DraftOffer``
+- speeds before a download: ``recommended``, ``plan``, ``preview``, ``preview_size``, with
+  ``Runnable``, ``Plan``, ``Preview``, ``Outlook``, ``Verdict``, ``Change``, ``PlannedContext``
+- ``LocalrtError``: the root of all errors, which its docstring names
 
 Names are imported on first use, so that ``import localrt`` stays cheap.
 
@@ -22,10 +32,8 @@ Names are imported on first use, so that ``import localrt`` stays cheap.
 
 from __future__ import annotations
 
-import sys as _sys
 from importlib import import_module as _import_module
 from pathlib import Path as _Path
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 
 from localrt.common.version import __version__
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
     from localrt.api import load as load
     from localrt.background import Loading as Loading
     from localrt.background import load_in_background as load_in_background
+    from localrt.batch import Batch as Batch
     from localrt.chat import ChatModel as ChatModel
     from localrt.chat import ChatSession as ChatSession
     from localrt.chat_format.thinking import Thinking as Thinking
@@ -61,8 +70,12 @@ if TYPE_CHECKING:
     from localrt.documents.reading import read_document as read_document
     from localrt.drafts.discovery import DraftOffer as DraftOffer
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
+    from localrt.engine.options import BatchOptions as BatchOptions
     from localrt.engine.options import GenerateOptions as GenerateOptions
+    from localrt.engine.options import LiveOptions as LiveOptions
     from localrt.engine.options import Options as Options
+    from localrt.engine.options import PromptOptions as PromptOptions
+    from localrt.engine.options import SendOptions as SendOptions
     from localrt.engine.sampling import Sampling as Sampling
     from localrt.engine.types import Answer as Answer
     from localrt.engine.types import Chunk as Chunk
@@ -111,9 +124,12 @@ _NAMES = {
     "localrt.service.status": "Flow LaneUse MemoryUse ModelInfo PassTrace Status",
     "localrt.api": "Model embedder load",
     "localrt.background": "Loading load_in_background",
+    "localrt.batch": "Batch",
     "localrt.chat": "ChatModel ChatSession",
     "localrt.engine.batch.live": "LiveAnswer",
-    "localrt.engine.options": "GenerateOptions Options",
+    "localrt.engine.options": (
+        "BatchOptions GenerateOptions LiveOptions Options PromptOptions SendOptions"
+    ),
     "localrt.engine.sampling": "Sampling",
     "localrt.engine.types": "Answer Chunk Message Metrics TokenLogprob ToolCall",
     "localrt.common.errors": (
@@ -149,17 +165,12 @@ _root = _Path(__file__).resolve().parent.parent
 if (_root / "pyproject.toml").is_file() and (_root / "models" / "__init__.py").is_file():
     __path__.append(str(_root))
 
+if not TYPE_CHECKING:  # a checker would take any name for one of these
 
-class _Name:
-    """Imports a public name on use. A class: ``help`` prints module attributes in full."""
+    def __getattr__(name: str) -> object:
+        if name not in _HOME:
+            raise AttributeError(f"module 'localrt' has no attribute {name!r}")
+        return getattr(_import_module(_HOME[name]), name)
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, package: object, owner: type | None = None) -> object:
-        return getattr(_import_module(_HOME[self.name]), self.name)
-
-
-_sys.modules[__name__].__class__ = type(
-    "_Package", (_ModuleType,), {name: _Name(name) for name in _HOME}
-)
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

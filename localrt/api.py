@@ -7,10 +7,10 @@ the same on every engine; ``localrt.service.core`` does the work.
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from localrt.chat import ChatSession
 from localrt.chat_format.pictures import with_pictures
@@ -22,12 +22,13 @@ from localrt.common.option_names import option
 from localrt.common.progress import ProgressCallback
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import LiveLimits
-from localrt.engine.options import read_options
+from localrt.engine.options import BatchOptions, GenerateOptions, PromptOptions, read_options
 from localrt.engine.protocol import Logits, check_ids
-from localrt.engine.types import Chunk, Message
+from localrt.engine.types import Answer, Chunk, Message, Tools
 from localrt.loading.context import LoadContext
 from localrt.loading.load import check_embeds
 from localrt.loading.options import LoadOptions
+from localrt.mcp import ROUNDS
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import GpuUse
 from localrt.service.arguments import (
@@ -42,6 +43,7 @@ from localrt.service.arguments import (
 from localrt.service.batching import Errors, Prompts, gathered, stream_batch
 from localrt.service.core import Core, open_core
 from localrt.service.embedding import embed, rank
+from localrt.service.functions import arun, run
 from localrt.service.live import LiveModel
 from localrt.service.requests import whole_ids
 from localrt.service.status import ModelInfo, Status
@@ -203,10 +205,10 @@ class Model(Closing):
         raw: bool = False,
         suffix: str | None = None,
         files: Sequence[tuple[str, str]] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Chunk]:
         """Generate, one chunk per token; the last carries the finish reason and all metrics.
 
@@ -221,8 +223,9 @@ class Model(Closing):
                 template: a model that was trained for it fills in the middle.
             files: with ``suffix``, names and texts of the same project, the most important one
                 last; ``overflow="drop_oldest"`` leaves out what does not fit.
-            tools: functions that the model may ask to be called, in OpenAI's form; what it asks
-                for is in the last chunk's ``tool_calls``.
+            tools: functions that the model may ask to be called: Python's, with types and a
+                docstring, or described in OpenAI's form; what it asks for is in the last chunk's
+                ``tool_calls``.
             cancel: set it from another thread to stop within one layer's time, with finish reason
                 ``"cancelled"``. So does closing the iterator.
             on_progress: called with ``Progress`` while the prompt is computed.
@@ -255,37 +258,67 @@ class Model(Closing):
         )
         return Answering(self._core.stream(request))
 
-    def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Chunk:
-        """Like ``stream``, but return one chunk with the whole text."""
-        return joined(self.stream(prompt, **options))
+    def generate(
+        self,
+        prompt: str | Sequence[Message] | None = None,
+        *,
+        run_tools: bool = False,
+        **options: Unpack[PromptOptions],
+    ) -> Answer:
+        """Like ``stream``, but return the whole answer.
+
+        With ``run_tools`` the functions of ``tools`` that it calls are run, and the model goes on
+        with their results until it calls none, at most 20 times; what a function raises ends it.
+        """
+        answer = self._joined(self.stream(prompt, **options), options)
+        for _ in range(ROUNDS if run_tools else 0):
+            if not (results := run(answer, options.get("tools"))):
+                break
+            prompt = _with_results(prompt, options, answer, results)
+            answer = self._joined(self.stream(prompt, **options), options)
+        return answer
 
     def astream(
-        self, prompt: str | Sequence[Message] | None = None, **options: Any
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[PromptOptions]
     ) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio: the work runs in a thread."""
-        cancel = options.pop("cancel", None) or threading.Event()
-        return in_thread(lambda: self.stream(prompt, cancel=cancel, **options), cancel.set)
+        options["cancel"] = cancel = options.get("cancel") or threading.Event()
+        return in_thread(lambda: self.stream(prompt, **options), cancel.set)
 
     async def agenerate(
-        self, prompt: str | Sequence[Message] | None = None, **options: Any
-    ) -> Chunk:
-        """Like ``generate``, for asyncio."""
-        return joined([chunk async for chunk in self.astream(prompt, **options)])
+        self,
+        prompt: str | Sequence[Message] | None = None,
+        *,
+        run_tools: bool = False,
+        **options: Unpack[PromptOptions],
+    ) -> Answer:
+        """Like ``generate``, for asyncio; tools may be coroutine functions."""
+        answer = self._joined([each async for each in self.astream(prompt, **options)], options)
+        for _ in range(ROUNDS if run_tools else 0):
+            if not (results := await arun(answer, options.get("tools"))):
+                break
+            prompt = _with_results(prompt, options, answer, results)
+            answer = self._joined([each async for each in self.astream(prompt, **options)], options)
+        return answer
+
+    def _joined(self, chunks: Iterable[Chunk], options: Mapping[str, Any]) -> Answer:
+        return joined(chunks, options.get("json_schema", self.defaults.get("json_schema")))
 
     def chat(
         self,
         system: str | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        tools: Tools | None = None,
+        embedder: Callable[[], Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> ChatSession:
         """Start a conversation that keeps its history, and its KV cache from turn to turn.
 
-        ``tools`` are functions that the model may call, in OpenAI's form. With ``embedder``
+        ``tools`` are functions that the model may call, as in ``stream``. With ``embedder``
         (``localrt.embedder``), long files are searched by meaning too.
         """
         self._check_open()
-        return ChatSession(self._core, system=system, tools=tools, **options)
+        return ChatSession(self._core, system=system, tools=tools, embedder=embedder, **options)
 
     def load_chat(self, path: str | Path) -> ChatSession:
         """Load a conversation saved with ``ChatSession.save``."""
@@ -300,12 +333,12 @@ class Model(Closing):
         *,
         token_ids: Sequence[Sequence[int]] | None = None,
         raw: bool = False,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         batch_size: int | None = None,
         errors: Errors = "raise",
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[tuple[int, Chunk]]:
         """Generate for many prompts; yields ``(index of the prompt, chunk)`` as chunks come.
 
@@ -334,20 +367,25 @@ class Model(Closing):
         )
         return Answering(stream)
 
-    def generate_batch(self, prompts: Prompts | None = None, **options: Any) -> list[Chunk]:
-        """Like ``stream_batch``, but return one chunk with the whole text per prompt, in order."""
-        return gathered(self.stream_batch(prompts, **options))
+    def generate_batch(
+        self, prompts: Prompts | None = None, **options: Unpack[BatchOptions]
+    ) -> list[Answer]:
+        """Like ``stream_batch``, but return the whole answer to each prompt, in order."""
+        return gathered(self.stream_batch(prompts, **options), options.get("json_schema"))
 
     def astream_batch(
-        self, prompts: Prompts | None = None, **options: Any
+        self, prompts: Prompts | None = None, **options: Unpack[BatchOptions]
     ) -> AsyncIterator[tuple[int, Chunk]]:
         """Like ``stream_batch``, for asyncio: the work runs in a thread."""
-        cancel = options.pop("cancel", None) or threading.Event()
-        return in_thread(lambda: self.stream_batch(prompts, cancel=cancel, **options), cancel.set)
+        options["cancel"] = cancel = options.get("cancel") or threading.Event()
+        return in_thread(lambda: self.stream_batch(prompts, **options), cancel.set)
 
-    async def agenerate_batch(self, prompts: Prompts | None = None, **options: Any) -> list[Chunk]:
+    async def agenerate_batch(
+        self, prompts: Prompts | None = None, **options: Unpack[BatchOptions]
+    ) -> list[Answer]:
         """Like ``generate_batch``, for asyncio."""
-        return gathered([item async for item in self.astream_batch(prompts, **options)])
+        items = [item async for item in self.astream_batch(prompts, **options)]
+        return gathered(items, options.get("json_schema"))
 
     def live(
         self,
@@ -395,8 +433,8 @@ class Model(Closing):
         text: str | Sequence[Message],
         *,
         add_special: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        tools: Tools | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> list[int]:
         """Return the token ids of plain text, or of a conversation rendered by the chat template.
 
@@ -423,8 +461,8 @@ class Model(Closing):
         self,
         prompt: str | Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        tools: Tools | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> int:
         """Count the tokens of plain text, or of a conversation rendered by the chat template.
 
@@ -635,3 +673,19 @@ class Model(Closing):
         batches, self._batches = self._batches, []
         for live in batches:
             live.close()
+
+
+def _with_results(
+    prompt: str | Sequence[Message] | None,
+    options: PromptOptions,
+    answer: Answer,
+    results: Sequence[Message],
+) -> list[Message]:
+    """Return the conversation with an answer that calls tools, and with their results."""
+    if prompt is None:
+        raise OptionError("run_tools needs a prompt or messages, not token_ids")
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": with_pictures(prompt, options.pop("images", ()))}]
+    calls = [call.to_dict() for call in answer.tool_calls]
+    turn: Message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
+    return [*prompt, turn, *results]

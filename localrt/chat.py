@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
@@ -18,7 +26,9 @@ from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import parse_json, read_text, user_path, write_text
 from localrt.common.forks import Answering
 from localrt.common.progress import ProgressCallback
-from localrt.engine.types import Chunk, Message, ToolCall
+from localrt.engine.options import GenerateOptions, SendOptions, schema_of
+from localrt.engine.types import Answer, Chunk, Message, ToolCall, Tools
+from localrt.mcp import ROUNDS
 from localrt.service.arguments import (
     check_messages,
     check_path,
@@ -27,6 +37,7 @@ from localrt.service.arguments import (
     in_thread,
     joined,
 )
+from localrt.service.functions import arun, run
 
 if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
     from localrt.engine.saved_caches import Tier
@@ -117,8 +128,9 @@ class ChatModel(Protocol):
         self,
         system: str | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        tools: Tools | None = None,
+        embedder: Callable[[], Any] | None = None,
+        **options: Unpack[GenerateOptions],
     ) -> ChatSession:
         """Start a conversation that keeps its history."""
 
@@ -149,9 +161,9 @@ class ChatSession:
         host: ChatHost,
         *,
         system: str | None = None,
-        tools: Sequence[Mapping[str, object]] | None = None,
+        tools: Tools | None = None,
         embedder: Callable[[], Any] | None = None,
-        **options: object,
+        **options: Unpack[GenerateOptions],
     ) -> None:
         if system is not None:
             check_text("system", system)
@@ -208,7 +220,7 @@ class ChatSession:
         """Whether the model accepts tools; for a server, whether it has not refused them."""
         return self._host.takes_tools
 
-    def set(self, **options: Any) -> None:
+    def set(self, **options: Unpack[GenerateOptions]) -> None:
         """Change defaults of this conversation (``temperature=0.2``); None takes one back.
 
         Raises:
@@ -258,9 +270,9 @@ class ChatSession:
         *,
         images: Sequence[Any] = (),
         files: Sequence[str | Path] = (),
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         on_progress: ProgressCallback | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Chunk]:
         """Send a user turn and stream the answer; without a text, answer the messages so far.
 
@@ -271,7 +283,7 @@ class ChatSession:
         ``on_progress`` is called with ``Progress`` while files are read and the prompt is computed.
         Until this returns it may raise an error of its own to cancel.
 
-        ``tools`` are functions in OpenAI's form, by default the chat's own ``tools``. Where the
+        ``tools`` are functions, Python's or in OpenAI's form, by default the chat's own. Where the
         answer calls some, the last chunk's ``finish_reason`` is ``"tool_calls"``.
 
         When the stream ends, is cancelled or is closed early, the turn and the text so far join
@@ -300,9 +312,9 @@ class ChatSession:
     def continue_answer(
         self,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         on_progress: ProgressCallback | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[Chunk]:
         """Continue the last answer, which was stopped or cut by ``max_tokens``.
 
@@ -323,7 +335,7 @@ class ChatSession:
         self,
         content: str | list[dict[str, Any]] | None,
         options: Mapping[str, Any],
-        tools: Sequence[Mapping[str, Any]] | None,
+        tools: Tools | None,
         on_progress: ProgressCallback | None,
         begun: Message | None = None,
     ) -> Iterator[Chunk]:
@@ -333,7 +345,8 @@ class ChatSession:
         if self._busy.locked():
             raise _already_answering()
         self._cancel = cancel = threading.Event()
-        answer = self._answer(content, chosen, tools or self.tools, cancel, on_progress, begun)
+        tools = check_tools(tools or self.tools or ())
+        answer = self._answer(content, chosen, tools or None, cancel, on_progress, begun)
         return Answering(answer)
 
     def _with_files(
@@ -400,17 +413,44 @@ class ChatSession:
                 self._stopped, self._ids = None if ended else said, ids
             self._busy.release()
 
-    def send(self, text: str | None = None, **options: Any) -> Chunk:
-        """Like ``stream``, but return one chunk with the whole answer."""
-        return joined(self.stream(text, **options))
+    def send(
+        self, text: str | None = None, *, run_tools: bool = False, **options: Unpack[SendOptions]
+    ) -> Answer:
+        """Like ``stream``, but return the whole answer.
 
-    def astream(self, text: str | None = None, **options: Any) -> AsyncIterator[Chunk]:
+        With ``run_tools`` the functions of ``tools`` that it calls are run, and the model goes on
+        with their results until it calls none, at most 20 times; what a function raises ends it.
+        """
+        answer = self._joined(self.stream(text, **options), options)
+        for _ in range(ROUNDS if run_tools else 0):
+            if not (results := run(answer, options.get("tools") or self.tools)):
+                break
+            self.messages += results
+            options |= {"images": (), "files": ()}
+            answer = self._joined(self.stream(**options), options)
+        return answer
+
+    def astream(
+        self, text: str | None = None, **options: Unpack[SendOptions]
+    ) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio."""
         return in_thread(lambda: self.stream(text, **options), self.cancel)
 
-    async def asend(self, text: str | None = None, **options: Any) -> Chunk:
-        """Like ``send``, for asyncio."""
-        return joined([chunk async for chunk in self.astream(text, **options)])
+    async def asend(
+        self, text: str | None = None, *, run_tools: bool = False, **options: Unpack[SendOptions]
+    ) -> Answer:
+        """Like ``send``, for asyncio; tools may be coroutine functions."""
+        answer = self._joined([each async for each in self.astream(text, **options)], options)
+        for _ in range(ROUNDS if run_tools else 0):
+            if not (results := await arun(answer, options.get("tools") or self.tools)):
+                break
+            self.messages += results
+            options |= {"images": (), "files": ()}
+            answer = self._joined([each async for each in self.astream(**options)], options)
+        return answer
+
+    def _joined(self, chunks: Iterable[Chunk], options: Mapping[str, Any]) -> Answer:
+        return joined(chunks, options.get("json_schema") or self.options.get("json_schema"))
 
     def cancel(self) -> None:
         """Stop the running generation, if any; its text is kept."""
@@ -464,7 +504,7 @@ class ChatSession:
         record = {
             "version": _VERSION,
             "model": self._host.name,
-            "options": self.options,
+            "options": {**self.options, **_schema(self.options)},
             "messages": self.messages,
         }
         text = json.dumps(record, ensure_ascii=False, indent=2, default=_as_text) + "\n"
@@ -502,6 +542,11 @@ def read_saved(source: Path) -> tuple[str, list[Message], dict[str, Any]]:
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise StorageError(f"{source} is not a saved chat: its messages are malformed")
     return str(record.get("model") or ""), messages, options if isinstance(options, dict) else {}
+
+
+def _schema(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema for a type, which is no JSON."""
+    return {name: schema_of(value) for name, value in options.items() if name == "json_schema"}
 
 
 def _as_text(value: object) -> str:

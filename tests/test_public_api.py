@@ -45,8 +45,10 @@ def _members(owner: type) -> Iterator[str]:
     if issubclass(owner, Exception):
         return
     if hasattr(owner, "__required_keys__"):  # a TypedDict
+        base = next(iter(getattr(owner, "__orig_bases__", ())), None)
         for key in owner.__annotations__:
-            yield f"[{key!r}]"
+            if key not in getattr(base, "__annotations__", ()):
+                yield f"[{key!r}]"
         return
     if dataclasses.is_dataclass(owner):
         for field in dataclasses.fields(owner):

@@ -26,7 +26,7 @@ from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.formatting import one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.engine.options import SAMPLING_NAMES, Options, read_options
-from localrt.engine.types import Chunk, Message
+from localrt.engine.types import Chunk, Message, Tools
 from localrt.history.pictures import read_picture
 from localrt.service.status import ModelInfo
 
@@ -175,7 +175,7 @@ class RemoteModel(Closing):
         self,
         system: str | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Tools | None = None,
         **options: Any,
     ) -> ChatSession:
         """Start a conversation, like ``Model.chat``."""

@@ -7,7 +7,7 @@ sequence: its tokens, ``extend`` (logits after the last), ``trim``. Without ``ct
 the model's own context or to what fits; memory is checked before any weight is read.
 
 A lone answer (``generate`` in ``batch/sequence.py``) trims a session to the longest prefix that it
-shares with the prompt, computes the rest in chunks, and samples. An ``Answer`` turns tokens into
+shares with the prompt, computes the rest in chunks, and samples. ``AnswerState`` turns tokens into
 text, stops and metrics; batches use it too. ``pool.py`` leases the session with the longest prefix.
 A prompt that shares less than half of what a session holds gets another, to which that beginning is
 copied: a branch of a conversation, or one with the same tools, computes only what is new. A

@@ -6,14 +6,18 @@ It knows names and bounds. The loop and the sampler give the options their meani
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import did_you_mean, option
+from localrt.common.progress import ProgressCallback
 from localrt.engine.sampling import Sampling, bounded, check_bounds
 from localrt.engine.stopping import LineLimit
+from localrt.engine.types import Tools
 
 Overflow = Literal["error", "drop_oldest"]
 Effort = Literal["low", "medium", "high"]
@@ -55,7 +59,8 @@ class Options:
     there too. ``draft`` is ``"auto"``, ``"off"``, ``"ngram"``, ``"mtp"``, or a model or head to
     draft with, which ``+ngram`` may follow; ``tree_budget`` is the number of draft tokens in a pass
     (1 to 2048), ``tree_depth`` how far ahead they may be (1 to 64).
-    ``json_schema`` (a mapping, or JSON text; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
+    ``json_schema`` (a mapping, JSON text, or a type such as a pydantic model, a dataclass or
+    ``list[int]``; ``True`` is any JSON), ``regex`` or ``grammar`` (GBNF,
     llama.cpp's notation) bind the answer: it follows them as a whole, unless ``max_tokens`` or a
     stop string cuts it short. With tools, a schema binds only answers that are not calls.
     ``tool_choice`` says whether the model calls a tool: ``"auto"``, ``"none"``, ``"required"`` (one
@@ -141,9 +146,9 @@ class Options:
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of a generation by name, for type checkers: those of ``Sampling`` and ``Options``.
+    """Options of a generation by name, for editors and type checkers; None means "not set".
 
-    None means "not set".
+    ``Options`` and ``Sampling`` say what they do.
     """
 
     temperature: float | None
@@ -182,6 +187,54 @@ class GenerateOptions(TypedDict, total=False):
     tool_choice: str | None
     parallel_tool_calls: bool | None
     adapter: str | Mapping[str, float] | None
+
+
+class PromptOptions(GenerateOptions, total=False):
+    """What ``Model.generate`` takes beside a prompt: the arguments of ``Model.stream``."""
+
+    token_ids: Sequence[int] | None
+    images: Sequence[Any]
+    raw: bool
+    suffix: str | None
+    files: Sequence[tuple[str, str]]
+    tools: Tools | None
+    cancel: threading.Event | None
+    on_progress: ProgressCallback | None
+
+
+class LiveOptions(GenerateOptions, total=False):
+    """What a request of ``Model.live`` takes beside a prompt: see ``LiveModel.submit``."""
+
+    token_ids: Sequence[int] | None
+    raw: bool
+    suffix: str | None
+    files: Sequence[tuple[str, str]]
+    tools: Tools | None
+    cancel: threading.Event | None
+    client: Hashable
+    request_class: str
+    private: bool
+
+
+class BatchOptions(GenerateOptions, total=False):
+    """What ``Model.generate_batch`` takes beside prompts: the arguments of ``stream_batch``."""
+
+    token_ids: Sequence[Sequence[int]] | None
+    raw: bool
+    tools: Tools | None
+    batch_size: int | None
+    errors: Literal["raise", "return"]
+    cancel: threading.Event | None
+    on_progress: ProgressCallback | None
+
+
+class SendOptions(GenerateOptions, total=False):
+    """What ``ChatSession.send`` takes beside a text: the arguments of ``ChatSession.stream``."""
+
+    images: Sequence[Any]
+    files: Sequence[str | Path]
+    tools: Tools | None
+    on_progress: ProgressCallback | None
 
 
 _ON_OFF = {"on": True, "off": False}
@@ -238,10 +291,29 @@ def _stop_strings(value: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def schema_of(value: Any) -> Any:
+    """Return the JSON schema of a type; what is no type as it is.
+
+    Raises:
+        OptionError: there is no schema of it.
+    """
+    if isinstance(value, str | Mapping | list | bool | int | float | None):
+        return value
+    from pydantic import PydanticUserError, TypeAdapter
+
+    try:
+        return TypeAdapter(value).json_schema()
+    except (PydanticUserError, NameError, TypeError) as error:
+        line = str(error).partition("\n")[0]
+        raise OptionError(
+            f"there is no {option('json_schema')} of {value!r:.80}: {line}"
+        ) from error
+
+
 def _schema_text(value: object) -> str:
     """Return the JSON text of a schema in any of its forms."""
     try:
-        schema = json.loads(value) if isinstance(value, str) else value
+        schema = json.loads(value) if isinstance(value, str) else schema_of(value)
         text = json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:
         raise OptionError(f"{option('json_schema')} is nested too deeply") from error

@@ -5,12 +5,17 @@ Plain values only: they need no engine, no tokenizer and no numpy.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NotRequired, Required, TypedDict
+from typing import Any, Literal, NotRequired, Required, TypeAlias, TypedDict
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.option_names import option
 
+_SHOWN = 60  # characters
+# Functions that a model may call: Python's, or described in OpenAI's form.
+Tools: TypeAlias = Sequence[Mapping[str, Any] | Callable[..., Any]]
 FinishReason = Literal["stop", "length", "cancelled", "tool_calls", "error"]
 
 
@@ -121,15 +126,43 @@ class Chunk:
     end_logprob: TokenLogprob | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Answer(Chunk):
     """A whole answer, as ``generate`` and ``send`` return it; as a string, its text.
 
-    ``kind`` is the type that ``json_schema`` was given.
+    ``kind`` is what ``json_schema`` was given: a type, or a schema.
     """
 
-    kind: Any = field(default=None, repr=False)
+    kind: Any = None
 
     def __str__(self) -> str:
         """Return the text."""
         return self.text
+
+    def __repr__(self) -> str:
+        """Show the beginning, how it ended, and the length."""
+        begin = self.text if len(self.text) <= _SHOWN else self.text[: _SHOWN - 1] + "…"
+        end = f"{self.finish_reason}, {len(self.token_ids)} tokens"
+        return f"<localrt.Answer {begin!r} ({end})>"
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as an object of the type that ``json_schema`` is, else as JSON's values.
+
+        Raises:
+            OptionError: the answer was cut, or is no JSON.
+            pydantic.ValidationError: the type has rules that a schema cannot express.
+        """
+        text = self.text.lstrip()
+        if text.startswith("<think>"):
+            text = text.partition("</think>")[2]
+        try:
+            value = json.loads(text)
+        except ValueError:
+            cut = f", {option('max_tokens')} cut it" if self.finish_reason == "length" else ""
+            raise OptionError(f"the answer is no JSON{cut}: {text:.60}") from None
+        if self.kind is None or isinstance(self.kind, str | Mapping | bool):
+            return value
+        from pydantic import TypeAdapter
+
+        return TypeAdapter(self.kind).validate_json(text)

@@ -14,15 +14,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from localrt.common.errors import OptionError
 from localrt.common.option_names import option
-from localrt.engine.types import Chunk, TokenLogprob, ToolCall
+from localrt.engine.types import Answer, Chunk, TokenLogprob, ToolCall, Tools
+from localrt.service.functions import tool_of
 
-_TOOLS = "functions in OpenAI's form, each a mapping with a name"
+_TOOLS = "functions, Python's or in OpenAI's form, each a mapping with a name"
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -88,14 +89,20 @@ def _is_call(call: object) -> bool:
     return named and isinstance(call.get("id"), str | int | None)
 
 
-def check_tools(tools: Any) -> None:
-    """Raise ``OptionError`` unless the value is a list of functions with names."""
+def check_tools(tools: Tools) -> list[Mapping[str, Any]]:
+    """Return the tools in OpenAI's form.
+
+    Raises:
+        OptionError: they are no list of functions with names.
+    """
     check_list("tools", tools, _TOOLS)
-    for tool in tools:
+    described = [tool_of(tool) if callable(tool) else tool for tool in tools]
+    for tool in described:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or not name:
             raise OptionError(f"tools must be a list of {_TOOLS}, one is {tool!r:.80}")
+    return described
 
 
 def check_model(model: object, adapters: object = None) -> None:
@@ -118,8 +125,11 @@ def check_path(name: str, value: object) -> None:
 _Item = TypeVar("_Item")
 
 
-def joined(chunks: Iterator[Chunk] | Sequence[Chunk]) -> Chunk:
-    """Join a whole stream into one chunk: all text and tokens, the last metrics and reason."""
+def joined(chunks: Iterable[Chunk], kind: Any = None) -> Answer:
+    """Join a whole stream into one answer: all text and tokens, the last metrics and reason.
+
+    ``kind`` is the option ``json_schema`` as it was given.
+    """
     texts: list[str] = []
     ids: list[int] = []
     logprobs: list[TokenLogprob] = []
@@ -129,7 +139,9 @@ def joined(chunks: Iterator[Chunk] | Sequence[Chunk]) -> Chunk:
         ids.extend(last.token_ids)
         logprobs.extend(last.logprobs)
     assert last is not None, "a stream ends with a chunk that has a finish reason"
-    return replace(last, text="".join(texts), token_ids=tuple(ids), logprobs=tuple(logprobs))
+    told: dict[str, Any] = {each.name: getattr(last, each.name) for each in fields(Chunk)}
+    told |= {"text": "".join(texts), "token_ids": tuple(ids), "logprobs": tuple(logprobs)}
+    return Answer(**told, kind=kind)
 
 
 async def in_thread(

@@ -17,7 +17,7 @@ from localrt.engine.batch.offline import generate_batch
 from localrt.engine.batch.sequence import failed
 from localrt.engine.pool import kv_room
 from localrt.engine.request import Request
-from localrt.engine.types import Chunk, Message
+from localrt.engine.types import Answer, Chunk, Message, Tools
 from localrt.service.arguments import check_call, check_list, joined
 from localrt.service.core import Core
 
@@ -36,7 +36,7 @@ def stream_batch(
     *,
     token_ids: Sequence[Sequence[int]] | None = None,
     raw: bool = False,
-    tools: Sequence[Mapping[str, object]] | None = None,
+    tools: Tools | None = None,
     batch_size: int | None = None,
     errors: Errors = "raise",
     cancel: threading.Event | None = None,
@@ -78,12 +78,12 @@ def stream_batch(
     return _items(stream, unusable, errors)
 
 
-def gathered(stream: Iterable[tuple[int, Chunk]]) -> list[Chunk]:
-    """Return one chunk with the whole text for each prompt, in order."""
+def gathered(stream: Iterable[tuple[int, Chunk]], kind: Any = None) -> list[Answer]:
+    """Return the whole answer to each prompt, in order; ``kind`` as in ``joined``."""
     chunks: dict[int, list[Chunk]] = {}
     for index, chunk in stream:
         chunks.setdefault(index, []).append(chunk)
-    return [joined(chunks[index]) for index in sorted(chunks)]
+    return [joined(chunks[index], kind) for index in sorted(chunks)]
 
 
 def _prompts(

@@ -39,7 +39,7 @@ from localrt.common.progress import ProgressCallback
 from localrt.drafts.selection import Drafts
 from localrt.engine.options import Options, read_options
 from localrt.engine.request import MakeConstraint, Request
-from localrt.engine.types import Message
+from localrt.engine.types import Message, Tools
 from localrt.loading.load import LoadedModel
 from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 from localrt.service.adapters import Adapters
@@ -146,7 +146,7 @@ class RequestBuilder:
         raw: bool = False,
         suffix: str | None = None,
         files: Sequence[tuple[str, str]] = (),
-        tools: Sequence[Mapping[str, object]] | None = None,
+        tools: Tools | None = None,
         private: bool = False,
         cancel: threading.Event | None = None,
         on_progress: ProgressCallback | None = None,
@@ -166,7 +166,8 @@ class RequestBuilder:
         plan = self._engine.plan
         if private and plan is not None and "ssd" in plan.placement.kv:
             raise OptionError("this model keeps keys and values on the SSD: nothing can be private")
-        tools = None if chosen.tool_choice == "none" else tools
+        if tools is not None:
+            tools = None if chosen.tool_choice == "none" else check_tools(tools)
         offer = self._offered(tools)
         cancel = cancel or threading.Event()
         ends = self._parts.eos_ids
@@ -217,7 +218,7 @@ class RequestBuilder:
     def render(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] | None = None,
+        tools: Tools | None = None,
         watch: Watch = ignore_count,
         options: Options | None = None,
     ) -> list[int]:
@@ -235,7 +236,7 @@ class RequestBuilder:
     def _rendered(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] | None = None,
+        tools: Tools | None = None,
         watch: Watch = ignore_count,
         options: Options | None = None,
     ) -> tuple[list[int], int]:
@@ -333,10 +334,8 @@ class RequestBuilder:
     def _offers(self) -> Offers:
         return Offers(self._template)
 
-    def _offered(self, tools: Sequence[Mapping[str, object]] | None) -> Offer:
-        if tools is not None:
-            check_tools(tools)
-        return self._offers.of(tools)
+    def _offered(self, tools: Tools | None) -> Offer:
+        return self._offers.of(None if tools is None else check_tools(tools))
 
     def _watch(self, cancel: threading.Event, *, bounded: bool = True) -> Watch:
         """Return a check that stops the reading of a prompt that is cancelled or, if ``bounded``,
@@ -443,7 +442,7 @@ class RequestBuilder:
         prompt: str | Sequence[Message] | None,
         token_ids: Sequence[int] | None,
         raw: bool,
-        tools: Sequence[Mapping[str, object]] | None,
+        tools: Tools | None,
         options: Options,
         watch: Watch,
     ) -> tuple[list[int], int]:
@@ -477,7 +476,7 @@ class RequestBuilder:
     def _short_enough(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] | None,
+        tools: Tools | None,
         watch: Watch,
         options: Options,
     ) -> tuple[list[int], int]:
@@ -493,7 +492,7 @@ class RequestBuilder:
     def _fitted(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Mapping[str, object]] | None,
+        tools: Tools | None,
         options: Options,
         watch: Watch,
     ) -> tuple[list[int], int]:
