@@ -70,17 +70,12 @@ class Answers:
         """Conversations that are in memory alone."""
         return History(":memory:")
 
-    def is_temporary(self, conversation: str) -> bool:
-        """Whether a conversation is in memory alone."""
-        if "temporary" not in self.__dict__:
-            return False
-        with suppress(StorageError):
-            return bool(self.temporary.open(conversation))
-        return False
-
     def history_of(self, conversation: str) -> History:
-        """The history that a conversation is in, if it is there."""
-        return self.temporary if self.is_temporary(conversation) else self.history
+        """The history that a conversation is in, if it is in one."""
+        with suppress(StorageError):
+            self.temporary.open(conversation)
+            return self.temporary
+        return self.history
 
     @property
     def config_dir(self) -> Path:
@@ -109,7 +104,7 @@ class Answers:
         is asked again after it.
         """
         tools = request.fields.get("tools") and rounds < ROUNDS and summed_up is None
-        toolbox, private = self.toolbox if tools else None, self.is_temporary(found.id)
+        toolbox, private = self.toolbox if tools else None, self.history_of(found.id).path is None
         one = ConversationAnswer(request, found, writer, toolbox, private, continued, summed_up)
         self.running[writer.turn] = one
         one.task.add_done_callback(lambda _: self.running.pop(writer.turn))

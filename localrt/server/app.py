@@ -86,7 +86,6 @@ SCHEMAS = (
     *(openai_calls.CHAT, openai_calls.COMPLETION, texts.EMBEDDINGS, texts.RERANK),
     *(texts.TOKENIZE, texts.DETOKENIZE, infill.FIM, infill.INFILL),
     *(responses_calls.RESPONSES, responses_calls.INPUT_TOKENS, *conversations.SCHEMAS),
-    *chat_settings.SCHEMAS,
     *(anthropic.MESSAGES, anthropic.COUNT_TOKENS, ollama.CHAT, ollama.GENERATE),
     *(ollama.EMBED, ollama.EMBEDDINGS, ollama_models.NAMED),
 )

@@ -1,7 +1,5 @@
-"""Settings of the chat page over HTTP, and conversations as files: private calls, as
-``localrt.server.conversations``.
-
-Presets and defaults are those of the terminal app.
+"""Options, presets and files of conversations for the chat page: private calls, as those of
+``localrt.server.conversations``. Presets and defaults are the terminal app's.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ import re
 from dataclasses import fields as fields_of
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, get_args
+from typing import get_args
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,36 +19,30 @@ from localrt.engine.option_help import OPTION_HELP
 from localrt.engine.options import Options, Overflow
 from localrt.engine.sampling import Sampling
 from localrt.history.export import as_json, as_markdown
-from localrt.history.presets import Preset, PresetsFile, read_defaults
+from localrt.history.presets import PresetsFile, read_defaults
 from localrt.server.answers import Answers
-from localrt.server.conversations import described, open_conversation
+from localrt.server.conversations import FILE, described, open_conversation, owners_endpoint
 from localrt.server.dialect import Payload
 from localrt.server.errors import invalid, without_folders
 from localrt.server.messages import encoded
 from localrt.server.models import OneModel
-from localrt.server.owner import owners_endpoint
-from localrt.server.request_schema import OBJECT, STRING, TEXT, Field, RequestSchema, required
 from localrt.server.service import service_of
-
-_PRESET = RequestSchema(
-    {"name": required(STRING), "instructions": Field(TEXT), "options": required(OBJECT)}
-)
-_FILE = RequestSchema({"filename": required(STRING), "file_data": required(STRING)})
-SCHEMAS = (_PRESET, _FILE)
 
 _AS_JSON = ("stop", "logit_bias", "dry_sequence_breakers")  # or as one text
 
 
 def options(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """What a form needs to ask for any option, and what a dialog of models offers."""
+    """What a form needs to ask for every option; adapters are models in its list."""
+    asked = [_asked(name, text) for name, text in OPTION_HELP.items() if name != "adapter"]
+    return {"data": asked}
+
+
+def recommended(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """The models that this machine runs well, and whether the server can have several."""
     from localrt.planning.recommend import recommended  # brings numpy
 
-    service = service_of(request)
-    return {
-        "options": [_asked(name, text) for name, text in OPTION_HELP.items() if name != "adapter"],
-        "recommended": [one.model.name for one in recommended()],
-        "several": not isinstance(service.models, OneModel),
-    }
+    several = not isinstance(service_of(request).models, OneModel)
+    return {"data": [one.model.name for one in recommended()], "several": several}
 
 
 def _asked(name: str, text: str) -> Payload:
@@ -69,20 +61,8 @@ def _asked(name: str, text: str) -> Payload:
 def presets(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The presets, and what new conversations begin with."""
     found, default = PresetsFile(answers.config_dir).list(), read_defaults(answers.config_dir)
-    return {"data": [*map(_preset, found)], "default": _preset(default)}
-
-
-def _preset(one: Any) -> Payload:
-    given = {"instructions": one.system, "options": one.options}
-    return {"name": one.name, **given} if isinstance(one, Preset) else given
-
-
-def save_preset(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """Save a preset; it replaces one of the same name."""
-    given = {name: value for name, value in fields["options"].items() if value is not None}
-    preset = Preset(fields["name"].strip(), fields.get("instructions") or None, given)
-    PresetsFile(answers.config_dir).save(preset)
-    return _preset(preset)
+    data = [{"name": one.name, "instructions": one.system, "options": one.options} for one in found]
+    return {"data": data, "default": {"instructions": default.system, "options": default.options}}
 
 
 def export(answers: Answers, request: Request, fields: Payload) -> Response:
@@ -110,7 +90,7 @@ def load(answers: Answers, request: Request, fields: Payload) -> Payload:
 ROUTES = (
     owners_endpoint("/v1/options", "GET", options),
     owners_endpoint("/v1/presets", "GET", presets),
-    owners_endpoint("/v1/presets", "POST", save_preset, _PRESET, tools=True),
+    owners_endpoint("/v1/recommended", "GET", recommended),
     owners_endpoint("/v1/conversations/{id}/export", "GET", export),
-    owners_endpoint("/v1/conversations/import", "POST", load, _FILE),
+    owners_endpoint("/v1/conversations/import", "POST", load, FILE),
 )

@@ -6,11 +6,15 @@ They are those of the terminal app. Models answer in them, with the tools of MCP
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from inspect import iscoroutinefunction
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from localrt import system
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.options import read_options
@@ -18,12 +22,13 @@ from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
 from localrt.history.messages import summary_turns
 from localrt.server.about import known_facts
 from localrt.server.answers import Answers, ConversationAnswer, OpenCall
-from localrt.server.dialect import EVENT_STREAM, Payload
-from localrt.server.errors import ApiError, invalid
+from localrt.server.bodies import read_fields
+from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload
+from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.markdown import to_html
 from localrt.server.media import document_of
 from localrt.server.messages import encoded
-from localrt.server.owner import owners_endpoint
+from localrt.server.options import is_loopback
 from localrt.server.request_schema import (
     FLAG,
     OBJECT,
@@ -52,7 +57,7 @@ _CONVERSATION = RequestSchema(
 _MESSAGE = RequestSchema(
     {"content": required(list_of(OBJECT)), "folds": Field(list_of(_FOLD)), "after": Field(TEXT)}
 )
-_DOCUMENT = RequestSchema({"filename": required(STRING), "file_data": required(STRING)})
+FILE = RequestSchema({"filename": required(STRING), "file_data": required(STRING)})
 _EDIT = RequestSchema({"text": required(STRING)})
 _ANSWER_TO = RequestSchema(
     {
@@ -64,11 +69,38 @@ _ANSWER_TO = RequestSchema(
     }
 )
 _DECISION = RequestSchema({"decision": required({"enum": ["once", "always", "refuse"]})})
-SCHEMAS = (_CONVERSATION, _MESSAGE, _DOCUMENT, _EDIT, _ANSWER_TO, _DECISION)
+SCHEMAS = (_CONVERSATION, _MESSAGE, FILE, _EDIT, _ANSWER_TO, _DECISION)
 
-_SHOWN = ("tokens", "tok_s", "context", "finish_reason", "error", "ending", "title", "arguments")
-_SHOWN += ("ways", "edited", "summary")
+Work = Callable[[Answers, Request, Payload], Any]
+
+_SHOWN = (
+    *("tokens", "tok_s", "context", "finish_reason", "error", "ending", "title", "arguments"),
+    *("ways", "edited", "summary"),
+)
 _MOST_FOUND = 100
+
+
+def _check_owner(request: Request) -> bool:
+    """Whether the request is surely from the conversations' owner, with whose rights tools run:
+    without a key, only some systems say which user sends a request.
+
+    Raises:
+        ApiError: 403, it is from somebody else.
+    """
+    options, headers = service_of(request).options, request.headers
+    if not (is_loopback(options.host) or options.conversations):
+        raise ApiError(403, "conversations are off: they need localrt serve --conversations")
+    page = headers.get("origin")
+    if options.api_key is not None:
+        return True  # the guard has checked it
+    if page is not None and urlsplit(page).netloc.lower() != headers.get("host", "").lower():
+        why = "without a key, conversations are for the server's own page alone"
+        raise ApiError(403, f"{why}: start it with --api-key, and send the key")
+    own = system.is_own_client(request.scope["client"], request.scope["server"])
+    if own is False:
+        why = "without a key, conversations are for the user who runs the server"
+        raise ApiError(403, f"{why}: start it with --api-key, and send the key")
+    return own is not None
 
 
 def open_conversation(answers: Answers, request: Request) -> Conversation:
@@ -134,7 +166,11 @@ def conversation(answers: Answers, request: Request, fields: Payload) -> Payload
     if shown is not None:
         found.show(shown)
     settings = {"instructions": found.system, "options": found.options, "draft": found.draft}
-    return {**described(found), **settings, "temporary": answers.is_temporary(found.id)}
+    return {
+        **described(found),
+        **settings,
+        "temporary": answers.history_of(found.id) is answers.temporary,
+    }
 
 
 async def delete(answers: Answers, request: Request, fields: Payload) -> Payload:
@@ -255,7 +291,7 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
     ``continued``; or sum up what precedes the message, which is then asked again.
     """
     service = service_of(request)
-    model, how = service.models.find(fields.get("model")), dict[str, Turn]()
+    model = service.models.find(fields.get("model"))
 
     def asked(found: Conversation) -> Turn:
         after = fields.get("after")
@@ -266,13 +302,13 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
             raise invalid(f"{model.name} cannot see pictures: choose another model", "model")
         return turn
 
-    def prepare() -> tuple[Conversation, AnswerWriter, Payload]:
-        found = open_conversation(answers, request)
-        if continued := fields.get("continued"):
-            how["continued"] = _turn(found, continued)
-            writer = found.reopen(how["continued"].id)
+    def prepare() -> tuple[Conversation, AnswerWriter, Turn | None, Turn | None, Payload]:
+        found, continued, question = open_conversation(answers, request), None, None
+        if fields.get("continued"):
+            continued = _turn(found, fields["continued"])
+            writer = found.reopen(continued.id)
         elif fields.get("summary"):
-            how["summed_up"] = asked(found)
+            question = asked(found)
             _, request_text = summary_turns((), None)
             writer = found.answer(after=found.add("user", request_text, after=0).id)
         else:
@@ -280,10 +316,11 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
         found.set(model=model.name)
         if found.options.get("tool_choice") == "none":
             fields["tools"] = False
-        return found, writer, _item(found, found.turn(writer.turn))
+        return found, writer, continued, question, _item(found, found.turn(writer.turn))
 
-    found, writer, made = await asyncio.to_thread(prepare)
-    answers.begin(ModelRequest(request, service, fields, model), found, writer, **how)
+    found, writer, continued, question, made = await asyncio.to_thread(prepare)
+    asking = ModelRequest(request, service, fields, model)
+    answers.begin(asking, found, writer, continued=continued, summed_up=question)
     return made
 
 
@@ -322,6 +359,27 @@ async def tools(answers: Answers, request: Request, fields: Payload) -> Payload:
     return {"text": text, "starting": toolbox.starting}
 
 
+def owners_endpoint(
+    path: str, method: str, work: Work, body: RequestSchema | None = None, *, tools: bool = False
+) -> Endpoint:
+    """Return an endpoint for the owner alone. Work on the history, which is on the disk, runs in a
+    thread unless it is a coroutine. ``tools``: they may run, also if the body has this field.
+    """
+    in_loop = iscoroutinefunction(work)
+
+    async def handle(request: Request) -> Response:
+        sure, service, fields = _check_owner(request), service_of(request), {}
+        if body is not None:
+            fields = await read_fields(request, body, service.options, service.bodies)
+        if not sure and (tools or fields.get("tools")):
+            raise ApiError(403, "tools need localrt serve --api-key on this system")
+        given = request.app.state.answers, request, fields
+        found = await (work(*given) if in_loop else asyncio.to_thread(work, *given))
+        return found if isinstance(found, Response) else JsonResponse(found)
+
+    return Endpoint(path, method, handle)
+
+
 _ALL, _ONE = "/v1/conversations", "/v1/conversations/{id}"
 _ITEM, _ANSWER = f"{_ONE}/items/{{item}}", f"{_ONE}/answers/{{item}}"
 ROUTES = (
@@ -336,7 +394,7 @@ ROUTES = (
     owners_endpoint(_ITEM, "POST", edit_answer, _EDIT),
     owners_endpoint(_ITEM, "DELETE", remove),
     owners_endpoint(f"{_ITEM}/fork", "POST", fork),
-    owners_endpoint("/v1/documents", "POST", document, _DOCUMENT),
+    owners_endpoint("/v1/documents", "POST", document, FILE),
     owners_endpoint(f"{_ONE}/answers", "POST", begin, _ANSWER_TO),
     owners_endpoint(_ANSWER, "GET", follow),
     owners_endpoint(f"{_ANSWER}/cancel", "POST", stop),

@@ -15,7 +15,8 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from localrt.server.dialect import Endpoint
 
-_PARTS = {"style": ("chat.css",), "script": ("view.js", "chat.js", "message.js", "events.js")}
+_SCRIPTS = ("view", "chat", "list", "message", "options", "models", "events")
+_PARTS = {"style": ("chat.css",), "script": tuple(f"{name}.js" for name in _SCRIPTS)}
 
 
 async def page(request: Request) -> Response:

@@ -18,6 +18,7 @@ from PIL import Image
 import localrt
 from localrt import History, OptionError
 from localrt.engine.option_help import OPTION_HELP
+from localrt.history.presets import Preset, PresetsFile
 from localrt.server.options import ServeOptions
 from localrt.service.live import LiveModel
 from tests.server.conftest import Running, Script, needs_kernels, serving
@@ -281,15 +282,16 @@ def test_settings(talker: localrt.Model, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('system = "Be kind."\n[generation]\ntop_k = 3\n')
     with serving(talker, history=":memory:", config_dir=tmp_path) as running:
         given = {"name": "Short", "instructions": "Be brief.", "options": {"top_p": 0.5}}
-        ok(running.request("POST", "/v1/presets", given))
+        PresetsFile(tmp_path).save(Preset("Short", "Be brief.", {"top_p": 0.5}))
         found = ok(running.request("GET", "/v1/presets"))
         assert found == {
             "data": [given],
             "default": {"instructions": "Be kind.", "options": {"top_k": 3}},
         }
         found = ok(running.request("GET", "/v1/options"))
-    assert {one["name"] for one in found["options"]} == OPTION_HELP.keys() - {"adapter"}
-    assert found["several"] is False
+        several = ok(running.request("GET", "/v1/recommended"))["several"]
+    assert {one["name"] for one in found["data"]} == OPTION_HELP.keys() - {"adapter"}
+    assert several is False
 
 
 @pytest.mark.parametrize(
@@ -307,7 +309,6 @@ def test_settings(talker: localrt.Model, tmp_path: Path) -> None:
         ("DELETE", "{path}/items/9", None, 404, "no item"),
         ("POST", "{path}/items/9/fork", None, 404, "no item"),
         ("POST", "/v1/conversations/import", {"filename": "a", "file_data": "e30="}, 400, ""),
-        ("POST", "/v1/presets", {"name": "", "options": {}}, 400, "name"),
     ],
 )
 def test_refused(
@@ -376,7 +377,7 @@ PRIVATE = [
     *(f"POST {CALL}/decision", "POST /v1/documents", "POST /v1/tools"),
     *(f"{method} /v1/conversations/1/items/1" for method in ("POST", "DELETE")),
     *("POST /v1/conversations/1/items/1/fork", "GET /v1/conversations/1/export"),
-    *("POST /v1/conversations/import", "POST /v1/presets", "GET /v1/presets", "GET /v1/options"),
+    *("POST /v1/conversations/import", "GET /v1/presets", "GET /v1/options", "GET /v1/recommended"),
 ]
 
 

@@ -16,8 +16,15 @@ import pytest
 
 import localrt
 from localrt import History, Turn
+from localrt.common.progress import Progress
+from localrt.engine.option_help import OPTION_HELP
+from localrt.history.presets import Preset, PresetsFile
 from localrt.mcp.servers import ToolServers
-from tests.server.conftest import Running, Script, needs_kernels, serving, write_long
+from localrt.server.about import ModelFacts
+from localrt.server.options import ServeOptions
+from localrt.server.pool import LocalFile, ModelPool
+from tests.conftest import write_tiny_model
+from tests.server.conftest import WIDE, Running, Script, needs_kernels, serving, write_long
 from tests.server.test_conversations import picture
 from tests.waits import wait_for
 
@@ -61,7 +68,8 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
     yield visit
     for context in contexts:
         context.close()
-    paths = r"$|v1/(models$|documents$|conversations|tools\?)"
+    paths = r"$|v1/(models(/\w+)?$|documents$|conversations|tools\?|presets$|options$|recommended$)"
+    paths += r"|api/(pull|generate)$"
     allowed = rf"(http://127\.0\.0\.1:\d+/((llm|a/b)(/|$))?({paths}))|data:|blob:"
     assert [url for url in asked if not re.match(allowed, url)] == []
     expected = ("400", "401", "403", "404")  # no documents, keys, answers that have ended
@@ -216,12 +224,14 @@ def test_edit_again_and_branches(visit: Any, script: Script, file: Path) -> None
     assert turns_in(file) == ["One", "First."]
 
 
-def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
+def test_pictures_and_files(
+    visit: Any, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.png").write_bytes(picture())
     (tmp_path / "b.py").write_text("x = '👍'\ny = 2\n", "utf-8")
     (tmp_path / "c.bin").write_bytes(b"\0\xff\xfe")
     page = visit()
-    expect(page.get_by_label("Model")).to_contain_text("tiny")
+    expect(page.get_by_label("Model", exact=True)).to_contain_text("tiny")
     page.evaluate("chat.models[0].capabilities.push('vision')")
     page.locator("#files").set_input_files([tmp_path / "a.png", tmp_path / "b.py"])
     expect(page.locator("#chips li")).to_have_count(2)
@@ -242,10 +252,16 @@ def test_pictures_and_files(visit: Any, file: Path, tmp_path: Path) -> None:
         )
     expect(page.locator("#chips li")).to_have_count(4)
     page.get_by_role("button", name="Remove drop.png").click()
+    sees = ModelFacts("", "", 0, "", None, None, "", ("vision",))
+    monkeypatch.setattr("localrt.server.conversations.known_facts", lambda model: sees)
     send(page, "Look 👍")
     expect(page.locator("article.user img")).to_have_count(2)
     expect(page.locator("article.user .file")).to_have_text("b.py, 2 lines")
     ended(page)
+    monkeypatch.undo()
+    answer(page).get_by_role("button", name="Answer again").click()  # refused, and it stays
+    expect(page.get_by_role("alert").first).to_contain_text("tiny cannot see pictures")
+    expect(page.locator("article.assistant")).to_have_count(1)
     page.reload()
     expect(page.locator("article.user img").first).to_have_js_property("naturalWidth", 3)
     with History(file) as history:
@@ -282,7 +298,7 @@ def test_options(visit: Any, script: Script, file: Path) -> None:
     expect(page.get_by_role("checkbox", name="tools")).to_be_hidden()  # there are none
     page.get_by_label("System prompt").fill("Be brief.")
     page.get_by_label("Most tokens of an answer").fill("4")
-    page.get_by_label("Thinking").select_option("off")
+    page.locator("[name=thinking]").select_option("off")
     page.get_by_role("button", name="Save").click()
     send(page, "Hi")
     expect(ended(page).locator(".body")).to_have_text("Hell")
@@ -302,6 +318,172 @@ def test_options(visit: Any, script: Script, file: Path) -> None:
     expect(page.get_by_text("No conversations yet.")).to_be_visible()
     with History(file) as history:
         assert history.list() == []
+
+
+@pytest.mark.slow
+def test_continue_edit_fork_remove(visit: Any, script: Script, file: Path) -> None:
+    script.say("On and on. ", ends=False)
+    script.hold(25)
+    page = visit()
+    send(page, "Go")
+    expect(answer(page)).to_contain_text("On and on. On")
+    page.keyboard.press("Escape")
+    script.release()
+    expect(ended(page).locator(".bar")).to_contain_text("stopped")
+    before = answer(page).locator(".body").inner_text()
+    script.say("The end.")
+    answer(page).get_by_role("button", name="Continue").click()
+    expect(ended(page).locator(".body")).to_have_text(f"{before} The end.")
+    expect(answer(page).get_by_role("button", name="Continue")).to_be_hidden()
+    answer(page).get_by_role("button", name="Edit the answer").click()
+    send(page, "So it ends.")
+    expect(answer(page).locator(".body")).to_have_text("So it ends.")
+    expect(answer(page)).to_contain_text("2/2")
+    expect(page.get_by_label("Message", exact=True).last).to_have_value("")
+    answer(page).get_by_label("More").click()
+    answer(page).get_by_role("button", name="Fork").click()
+    expect(page.locator("nav a")).to_have_count(2)
+    expect(answer(page)).not_to_contain_text("2/2")
+    page.go_back()
+    expect(answer(page)).to_contain_text("2/2")
+    answer(page).get_by_label("More").click()
+    answer(page).get_by_role("button", name="Delete from here").click()
+    answer(page).get_by_role("button", name="Delete it for good?").click()
+    expect(answer(page)).to_contain_text("The end.")
+    expect(answer(page)).not_to_contain_text("2/2")
+
+
+@pytest.mark.slow
+def test_list(visit: Any, script: Script, file: Path) -> None:
+    conversation(file, "One", "First.")
+    page = visit(conversation(file, "Two", "Second."))
+    rows, alert = page.locator("nav ul ul > li"), page.get_by_role("alert").first
+
+    def choose(row: int, act: str) -> None:
+        rows.nth(row).hover()
+        rows.nth(row).locator("summary").click()
+        rows.nth(row).get_by_role("button", name=act).click()
+
+    choose(1, "Pin")
+    expect(page.get_by_role("heading", name="Pinned")).to_be_visible()
+    expect(rows.first).to_contain_text("One")
+    choose(0, "Rename")
+    page.get_by_role("textbox", name="Title").fill("Rivers")
+    page.keyboard.press("Enter")
+    expect(rows.first).to_contain_text("Rivers")
+    with page.expect_download() as downloading:
+        choose(0, "Export as JSON")
+    saved = downloading.value
+    assert saved.suggested_filename == "Rivers.json"
+    choose(1, "Delete")
+    rows.nth(1).get_by_role("button", name="Delete it for good?").click()
+    expect(page.get_by_text("What shall we talk about?")).to_be_visible()
+    page.locator("#import-file").set_input_files([saved.path()])
+    expect(answer(page).locator(".body")).to_have_text("First.")
+    expect(rows).to_have_count(2)
+    page.locator("#import-file").set_input_files([__file__])
+    expect(alert).to_contain_text("test_page.py")
+
+
+@pytest.mark.slow
+def test_temporary_leaves_nothing(visit: Any, file: Path) -> None:
+    page = visit(conversation(file, "One", "First."))
+    page.get_by_role("button", name="Temporary chat").click()
+    expect(page.get_by_text("nothing of it is written to the disk")).to_be_visible()
+    send(page, "A secret")
+    expect(ended(page).locator(".body")).to_have_text("Hello there.")
+    page.get_by_label("Message", exact=True).last.fill("Another secret")
+    assert page.evaluate("location.hash") == ""
+    page.get_by_role("link", name="One").click()
+    expect(answer(page).locator(".body")).to_have_text("First.")
+    expect(page.get_by_text("nothing of it is written to the disk")).to_be_hidden()
+    assert "secret" not in page.evaluate("JSON.stringify(localStorage)")
+    assert b"secret" not in b"".join(each.read_bytes() for each in file.parent.glob("history*"))
+
+
+@pytest.mark.slow
+def test_drafts(visit: Any, file: Path) -> None:
+    path = conversation(file, "One", "First.")
+    page = visit(path)
+    box = page.get_by_label("Message", exact=True).last
+    expect(answer(page).locator(".body")).to_have_text("First.")
+    box.fill("What if")
+    page.get_by_role("button", name="New chat").click()  # before it is kept by itself
+    expect(box).to_have_value("")
+    box.fill("Something new")
+    wait_for(lambda: "Something new" in page.evaluate("JSON.stringify(localStorage)"))
+    page.close()
+    again = page.context.new_page()
+    again.goto(page.url)
+    box = again.get_by_label("Message", exact=True).last
+    expect(box).to_have_value("Something new")
+    again.get_by_role("link", name="One").click()
+    expect(box).to_have_value("What if")
+    again.locator("article.user").get_by_role("button", name="Edit the message").click()
+    expect(box).to_have_value("One")
+    again.get_by_role("button", name="Cancel").first.click()
+    expect(box).to_have_value("What if")
+    again.keyboard.press("Enter")
+    ended(again)
+    with History(file) as history:
+        wait_for(lambda: history.open(path[2:]).draft == "")
+    assert turns_in(file)[2] == "What if"
+
+
+@pytest.mark.slow
+def test_full_context(visit: Any, script: Script, file: Path) -> None:
+    page = visit(conversation(file, "x" * 3000, "Seen."))
+    send(page, "y" * 2000)
+    found = ended(page)
+    expect(found).to_contain_text("maximum context length")
+    script.say("Many letters.")
+    found.get_by_role("button", name="Summarize").click()
+    expect(page.locator("article.user").last).to_contain_text("yyy")
+    expect(ended(page).locator(".body")).to_have_text("Many letters.")
+    assert [turn.content[:9] for turn in turns(file)][1:] == ["Many lett", "y" * 9, "Many lett"]
+    page.locator("article.user").first.get_by_role("button", name="Show the branch before").click()
+    answer(page).get_by_role("button", name="Leave out the oldest").click()
+    expect(ended(page).locator(".body")).to_have_text("Many letters.")
+
+
+@pytest.mark.slow
+def test_all_options_presets_and_theme(
+    visit: Any, talker: localrt.Model, script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "config.toml").write_text('system = "Be kind."\n')
+    PresetsFile(tmp_path).save(Preset("Short", "Be brief.", {"top_k": 3}))
+    with serving(talker, name="tiny", history=":memory:", config_dir=tmp_path) as running:
+        page = visit(running=running)
+        form = page.locator("#options")
+        page.get_by_role("button", name="System prompt: Be kind.").click()
+        form.get_by_text("More options").click()
+        assert {name for name in OPTION_HELP if form.locator(f"[name={name}]").count() == 0} == {
+            "adapter"
+        }
+        form.locator("[name=min_p]").fill("-2")
+        form.get_by_role("button", name="Save", exact=True).click()
+        expect(form).to_be_visible()
+        form.get_by_role("button", name="Cancel").click()
+        send(page, "Hi")
+        ended(page)
+        page.get_by_role("button", name="Options", exact=True).click()
+        form.get_by_label("Preset").select_option("Short")
+        expect(form.locator("[name=top_k]")).to_have_value("3")
+        form.locator("[name=stop]").fill('["!", "?"]')
+        form.locator("[name=ignore_eos]").select_option("off")
+        form.locator("[name=grammar]").fill("root ::= (")
+        form.get_by_label("Theme").select_option("dark")
+        colour = "getComputedStyle(document.body).backgroundColor"
+        assert page.evaluate(colour) == "rgb(22, 25, 24)"
+        form.get_by_role("button", name="Save", exact=True).click()
+        expect(form).to_be_hidden()
+        _, listed, _ = running.request("GET", "/v1/conversations")
+        _, kept, _ = running.request("GET", f"/v1/conversations/{listed['data'][0]['id']}")
+        given = {"top_k": 3, "stop": ["!", "?"], "ignore_eos": False, "grammar": "root ::= ("}
+        assert (kept["options"], kept["instructions"]) == (given, "Be brief.")
+        page.reload()
+        expect(page.locator("#sign")).to_have_text("System prompt: Be brief.")
+        assert page.evaluate(colour) == "rgb(22, 25, 24)"
 
 
 @pytest.mark.slow
@@ -345,7 +527,7 @@ def test_behind_a_reverse_proxy_with_a_key(
             with page.expect_response("**/v1/models"):
                 page.keyboard.press("Enter")
             expect(page.get_by_label("API key")).to_be_visible(visible=key == "wrong")
-        expect(page.get_by_label("Model")).to_contain_text("talker")
+        expect(page.get_by_label("Model", exact=True)).to_contain_text("talker")
         expect(page.get_by_role("alert").first).to_be_hidden()
         page.locator("#files").set_input_files([note])
         expect(page.locator("#chips li")).to_contain_text("note.html")
@@ -383,8 +565,60 @@ def test_axe_finds_nothing(visit: Any, script: Script, file: Path, size: Any, sc
         page.get_by_role("button", name="Show conversations").click()
         assert axe_violations(page) == []
         page.keyboard.press("Escape")
-    page.get_by_role("button", name="Options").click()
+    else:
+        page.locator("nav li").last.hover()
+        page.locator("nav summary").last.click()
+    page.locator("article summary[aria-label=More]").last.click()
     assert axe_violations(page) == []
+    for name, shown in (("Options", "More options"), ("Models", "Close")):
+        page.get_by_role("button", name=name, exact=True).click()
+        expect(page.get_by_text(shown)).to_be_visible()
+        if name == "Options":
+            page.get_by_text(shown).click()
+        assert axe_violations(page) == []
+        page.keyboard.press("Escape")
+    page.evaluate("openTemporary()")
+    expect(page.get_by_text("nothing of it is written to the disk")).to_be_visible()
+    assert axe_violations(page) == []
+
+
+@pytest.mark.slow
+def test_models_dialog(
+    visit: Any, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = write_tiny_model(tmp_path / "base", template=None, wide=WIDE)
+    files = [
+        LocalFile("alpha", "alpha", 1 << 20, base, used=2.0),
+        LocalFile("beta", "beta", 1 << 20, tiny_folder),
+        LocalFile("delta", "delta", 1 << 20, tiny_folder, used=1.0),
+    ]
+
+    def resolve(name: str, *, progress: Any, **_: Any) -> None:
+        progress(Progress("download", 5, 10, "bytes", "m.gguf"))
+        if name != "gamma":
+            raise localrt.ModelNotFoundError("no such model")
+        files.append(LocalFile(name, name, 1 << 20, tiny_folder))
+
+    monkeypatch.setattr("localrt.server.ollama_models.resolve", resolve)
+    monkeypatch.setattr("localrt.server.pool._LIST_AGE_S", 0)
+    load, options = lambda *_: localrt.load(tiny_folder, ctx=512), ServeOptions()
+    pool = ModelPool(load, lambda: files, options)
+    with serving(pool, allow_pull=True, history=":memory:") as running:
+        page = visit(running=running)
+        expect(page.locator("#model")).to_have_value("delta")  # the last used that is no base model
+        expect(page.locator("optgroup option")).to_have_text(["alpha"])
+        page.get_by_role("button", name="Models").click()
+        dialog = page.locator("#models")
+        dialog.get_by_role("button", name="Load beta", exact=True).click()
+        expect(dialog.get_by_role("button", name="Unload beta")).to_be_focused()
+        page.keyboard.press("Enter")
+        expect(dialog.get_by_role("button", name="Load beta", exact=True)).to_be_visible()
+        for name, said in (("none", "no such model"), ("gamma", "gamma is here.")):
+            dialog.get_by_label("Download a model").fill(name)
+            page.keyboard.press("Enter")
+            expect(dialog).to_contain_text(said)
+        expect(dialog.get_by_role("button", name="Load gamma", exact=True)).to_be_visible()
+        assert axe_violations(page) == []
 
 
 @pytest.mark.slow

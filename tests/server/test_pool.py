@@ -17,7 +17,8 @@ from localrt.common.errors import CancelledError, MemoryBudgetError
 from localrt.server import pool as pool_module
 from localrt.server.options import ServeOptions
 from localrt.server.pool import LocalFile, ModelPool
-from tests.server.conftest import serving
+from tests.conftest import write_tiny_model
+from tests.server.conftest import WIDE, serving
 
 GREEDY: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
 
@@ -72,6 +73,30 @@ async def test_load_on_request(pool: Pool) -> None:
         assert served.name == "b"  # the one used last
 
     assert pool.loaded == [("b", False)]
+
+
+@pytest.mark.parametrize(
+    ("used", "first"),
+    [
+        ({}, "a"),
+        ({"b": 1.0}, "b"),
+        ({"base": 2.0, "b": 1.0}, "b"),  # no base model by itself
+        ({"gone": 2.0}, "a"),
+    ],
+)
+def test_default(tiny_folder: Path, tmp_path: Path, used: dict[str, float], first: str) -> None:
+    base = write_tiny_model(tmp_path, template=None, wide=WIDE)
+    files = [
+        LocalFile(name, name, 1, base if name == "base" else tiny_folder, used=used.get(name, 0.0))
+        for name in ("a", "b", "base")
+    ]
+
+    def chosen(files: list[LocalFile]) -> str:
+        pool = ModelPool(lambda *_: localrt.load(tiny_folder), lambda: files, ServeOptions())
+        return pool.find(None).name
+
+    assert chosen(files) == first
+    assert chosen(files[2:]) == "base"  # unless there is no other
 
 
 async def test_one_load_for_many_requests(pool: Pool) -> None:

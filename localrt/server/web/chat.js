@@ -4,7 +4,12 @@ const PART = 30; // items that are fetched and shown at a time
 // A reverse proxy may serve the page below a path, and another server's page beside it.
 const BASE = location.pathname.replace(/\/+$/, "");
 const stored = (name) => { try { return localStorage.getItem(`localrt${BASE}.${name}`); } catch { return null; } };
-const store = (name, value) => { try { localStorage.setItem(`localrt${BASE}.${name}`, value); } catch { /* private mode */ } };
+function store(name, value) { // "" keeps nothing
+  try {
+    if (value) localStorage.setItem(`localrt${BASE}.${name}`, value);
+    else localStorage.removeItem(`localrt${BASE}.${name}`);
+  } catch { /* private mode */ }
+}
 
 const chat = {
   id: "", // of the open conversation; "" for a new one
@@ -14,7 +19,9 @@ const chat = {
   more: false, // whether there are earlier ones
   models: [],
   files: [], // attached to the message
-  editing: null, // the id of the item before the edited message
+  unsent: "", // the message as it was kept last
+  editing: null, // the id of the item before the edited message, or that of the edited answer
+  rewriting: false, // whether it is an answer
   answering: "", // the id of the answer that is followed
   draft: {}, // options of a new conversation
   loads: 0, // goes up with every load: what an earlier one brings comes too late
@@ -22,20 +29,18 @@ const chat = {
   visit: 0, // goes up with every conversation that is opened
 };
 
-try { chat.draft = JSON.parse(stored("options") || "{}"); } catch { /* as if there were none */ }
-
 // -- the server
 
 const refused = (message, status) => Object.assign(new Error(message), { status });
 
-async function send(path, { method = "GET", body, signal } = {}) {
+async function send(path, { method = "GET", body, signal, keepalive } = {}) {
   const headers = body === undefined ? {} : { "Content-Type": "application/json" };
   const key = stored("key");
   if (key) headers.Authorization = `Bearer ${key}`;
   let answer;
   const url = `${location.origin}${BASE}/${path}`;
   try {
-    answer = await fetch(url, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body) });
+    answer = await fetch(url, { method, headers, signal, keepalive, body: body === undefined ? undefined : JSON.stringify(body) });
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw refused("The server does not answer: is it still running?", 0);
@@ -43,7 +48,8 @@ async function send(path, { method = "GET", body, signal } = {}) {
   if (answer.ok) return answer;
   const told = await answer.json().catch(() => ({}));
   if (answer.status === 401 && !$("asking").open) $("asking").showModal();
-  throw refused(told.error?.message || `The server refused this (${answer.status})`, answer.status);
+  const error = told.error?.message || told.error; // Ollama's is a text
+  throw refused(error || `The server refused this (${answer.status})`, answer.status);
 }
 
 const api = async (path, given) => (await send(path, given)).json();
@@ -72,36 +78,27 @@ const doing = (work) => async (...given) => {
   } catch (error) { warn(error); }
 };
 
-// -- the list of conversations
-
-const DAYS = [[1, "Today"], [2, "Yesterday"], [7, "This week"], [31, "This month"], [Infinity, "Earlier"]];
-
-async function list() {
-  const search = $("search").value.trim();
-  const found = await api(`v1/conversations?search=${encodeURIComponent(search)}`);
-  const mine = found.data.find((one) => one.id === chat.id);
-  if (mine && chat.about) chat.about.title = mine.title;
-  showTitle();
-  const midnight = new Date().setHours(24, 0, 0, 0);
-  const groups = new Map();
-  for (const one of found.data) {
-    const days = (midnight - one.updated * 1000) / 86400000;
-    const name = search ? "Found" : DAYS.find(([most]) => days <= most)[1];
-    groups.set(name, [...(groups.get(name) || []), one]);
-  }
-  const shown = [...groups].flatMap(([name, ones]) => [
-    h("li", {}, h("h2", {}, name), h("ul", {}, ...ones.map((one) => h("li", {}, h("a", {
-      href: `#${one.id}`, "aria-current": one.id === chat.id ? "page" : null, title: one.title,
-    }, one.title || "Without a title", one.snippet ? h("small", {}, one.snippet) : null)))))]);
-  $("list").replaceChildren(...shown);
-  if (!found.data.length) $("list").append(h("li", {}, h("p", {}, search ? "Nothing found." : "No conversations yet.")));
-}
-
 // -- one conversation
 
 const acts = {
   edit: doing(edit),
   again: doing(again),
+  goOn: doing(goOn),
+  way: doing(takeWay),
+  fork: doing(async (item) => {
+    const { id } = await post(here(`/items/${item.id}/fork`), {});
+    if (chat.about.temporary) return open(id);
+    await list();
+    location.hash = id;
+  }),
+  remove: doing(async (item) => {
+    follower?.abort();
+    await api(here(`/items/${item.id}`), { method: "DELETE" });
+    chat.answering = "";
+    setBusy(false);
+    await load();
+    await list();
+  }),
   show: doing(async (id) => {
     const { visit } = chat;
     chat.loading++; // so that no other begins, which would bring the branch before
@@ -117,12 +114,16 @@ const acts = {
 };
 
 async function open(id) {
+  finishEditing();
+  keepDraft();
+  leaveTemporary();
   chat.visit++;
   Object.assign(chat, { id, about: null, items: [], more: false, answering: "" });
   follower?.abort();
   setBusy(false);
-  finishEditing();
   warn(null);
+  $("message").value = chat.unsent = "";
+  showDraft(stored(`draft.${id}`));
   draw();
   document.body.classList.remove("listing");
   for (const link of $("list").querySelectorAll("a")) link.ariaCurrent = link.hash === `#${id}` ? "page" : null;
@@ -141,9 +142,21 @@ async function load({ branch, end = false } = {}) {
   if (visit !== chat.visit || mine !== chat.loads) return;
   Object.assign(chat, { about, seen: about.updated, items: page.data, more: page.more });
   if (end) choose(about.model);
+  if (end) showDraft(about.draft);
   draw(end);
   const open = chat.items.find((item) => item.state === "writing");
   if (open) follow(open).catch(warn);
+}
+
+// A conversation that is in the server's memory until the page leaves it.
+async function openTemporary() {
+  const { id } = await post("v1/conversations", { ...chat.draft, temporary: true });
+  history.replaceState(null, "", location.pathname);
+  await open(id);
+}
+
+function leaveTemporary() {
+  if (chat.about?.temporary) api(here(), { method: "DELETE", keepalive: true }).catch(() => {});
 }
 
 // What is being loaded was read before a change here: it comes too late.
@@ -184,11 +197,12 @@ function draw(end = false) {
   const old = new Map([...$("log").children].map((made) => [made.dataset.id, made]));
   let place = $("log").firstChild;
   for (const item of chat.items) {
-    const text = JSON.stringify(item);
+    const last = item === chat.items.at(-1);
+    const text = JSON.stringify([item, last]);
     let made = old.get(item.id);
     const growingNow = item.id === chat.answering && made?.matches("[aria-busy], .asked");
     if (!growingNow && (!made || shownAs.get(made) !== text)) {
-      const fresh = drawn(item, acts);
+      const fresh = drawn(item, acts, last);
       shownAs.set(fresh, text);
       if (made) {
         if (place === made) place = fresh;
@@ -205,13 +219,18 @@ function draw(end = false) {
   $("earlier").hidden = !chat.more;
   $("welcome").hidden = Boolean(chat.id);
   $("delete").hidden = !chat.id;
+  const { instructions } = chat.about || (chat.id ? {} : chat.draft);
+  $("sign").hidden = !instructions;
+  $("sign").textContent = `System prompt: ${instructions}`;
+  $("temporary").hidden = !chat.about?.temporary;
+  document.body.classList.toggle("unkept", Boolean(chat.about?.temporary));
   $("options-open").disabled = Boolean(chat.id && !chat.about); // not known yet
   showUsed();
   if (end || wasAtEnd) toEnd();
 }
 
 function showTitle() {
-  const title = chat.about?.title || "New chat";
+  const title = chat.about?.title || (chat.about?.temporary ? "Temporary chat" : "New chat");
   $("title").textContent = title;
   document.title = `${title} · localrt`;
 }
@@ -238,10 +257,11 @@ function toEnd() {
 
 let follower = null; // ends the following of an answer
 
-async function answerTo(id) {
+async function answerTo(id, before = chat.items) {
   const item = await post(here("/answers"), askedOf($("model").value, id));
-  chat.items.push(item);
+  chat.items = [...before, item];
   outdate();
+  draw();
   follow(item).catch(warn);
   list().catch(() => {});
 }
@@ -258,11 +278,13 @@ async function follow(item) {
   const decide = doing((decision) => post(here(`/answers/${item.id}/decision`), { decision }));
   const isCall = item.role === "tool";
   const { made, update } = isCall ? openCall(item, decide) : growing(item);
+  let failed = "";
   const old = $("log").querySelector(`[data-id="${item.id}"]`);
   if (old) old.replaceWith(made);
   else $("log").append(made);
   setBusy(true);
   toEnd();
+  if (!isCall && item.html) update(item); // it is continued
   if (!isCall) say("The model answers.");
   try {
     let whole = item;
@@ -273,6 +295,7 @@ async function follow(item) {
           if (!mine()) return;
           const stay = atEnd();
           update(told);
+          failed = told.error;
           if (told.context) showUsed(told.context[0]);
           if (stay) toEnd();
         }
@@ -292,10 +315,11 @@ async function follow(item) {
     chat.items = chat.items.map((one) => (one.id === whole.id ? whole : one));
     made.removeAttribute("aria-busy");
     made.classList.remove("asked");
-    const more = isCall || whole.calls; // calls, and what follows them
+    const more = isCall || whole.calls || whole.info.summary; // and what follows them
     chat.answering = more ? item.id : "";
     draw();
     if (more) return await load({ branch: whole.id });
+    if (failed && whole.state !== "failed") warn(failed); // it could not be continued, and stays
     say(noteOf(whole)[0] || `Answer: ${whole.text.slice(0, 2000)}`);
     await list().catch(() => {});
   } finally {
@@ -316,16 +340,19 @@ async function loadTools() {
 
 // Yields the events of a stream, which are lines of JSON.
 async function* events(path, signal) {
-  const answer = await send(path, { signal });
+  for await (const part of partsOfBody(await send(path, { signal }), "\n\n")) yield JSON.parse(part.replace(/^data: /, ""));
+}
+
+async function* partsOfBody(answer, between) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
   for (;;) {
     const { value, done } = await reader.read();
     if (done) return;
     text += value;
-    const parts = text.split("\n\n");
+    const parts = text.split(between);
     text = parts.pop();
-    for (const part of parts) yield JSON.parse(part.replace(/^data: /, ""));
+    yield* parts;
   }
 }
 
@@ -338,8 +365,34 @@ function setBusy(busy) {
 
 async function again(item) {
   const at = await placeOf(item);
-  if (at < 1) return;
-  chat.items = chat.items.slice(0, at);
-  draw();
-  await answerTo(chat.items[at - 1].id);
+  if (at > 0) await answerTo(chat.items[at - 1].id, chat.items.slice(0, at));
+}
+
+async function goOn(item) {
+  const open = await post(here("/answers"), { ...askedOf($("model").value), continued: item.id });
+  chat.items = chat.items.map((one) => (one.id === open.id ? open : one));
+  outdate();
+  follow(open).catch(warn);
+}
+
+// What to do about a full context: `name` is one of `item.info.ways`.
+async function takeWay(item, name) {
+  const at = await placeOf(item);
+  const asked = chat.items.slice(0, at).findLast((one) => one.role === "user");
+  if (name === "oldest") {
+    chat.about = await post(here(), { options: { ...chat.about.options, overflow: "drop_oldest" } });
+    await (item.text ? goOn(item) : again(item));
+  } else if (name === "summary") {
+    const { id } = await post(here("/answers"), { ...askedOf($("model").value, asked.id), summary: true });
+    await load({ branch: id, end: true });
+  } else {
+    await startNew();
+    if (!item.text) $("message").value = asked.text;
+    fit();
+  }
+}
+
+async function startNew() {
+  if (location.hash) history.pushState(null, "", location.pathname);
+  await open("");
 }

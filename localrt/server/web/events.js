@@ -4,7 +4,13 @@ $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
   doing(submit)();
 });
-$("message").addEventListener("input", fit);
+$("message").addEventListener("input", () => {
+  fit();
+  clearTimeout(typed);
+  typed = setTimeout(keepDraft, 500);
+});
+document.addEventListener("visibilitychange", () => { if (document.hidden) keepDraft(true); });
+window.addEventListener("pagehide", leaveTemporary);
 $("message").addEventListener("keydown", (event) => {
   const touch = matchMedia("(pointer: coarse)").matches; // there Enter is a new line
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing && !touch) {
@@ -47,25 +53,44 @@ document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault(); // the address names the conversation
   $("message").focus();
 });
-$("options-open").addEventListener("click", openOptions);
+$("options-open").addEventListener("click", doing(openOptions));
+$("sign").addEventListener("click", doing(openOptions));
+optionsForm.preset.addEventListener("change", usePreset);
+optionsForm.theme.addEventListener("change", () => setTheme(optionsForm.theme.value));
 $("options-cancel").addEventListener("click", () => $("options").close());
 $("options-save").addEventListener("click", async (event) => {
   event.preventDefault();
-  if (!$("options").querySelector("form").reportValidity()) return;
+  if ($("more").querySelector(":invalid")) $("more").open = true;
+  if (!optionsForm.reportValidity()) return;
   try {
     await saveOptions();
     $("options").close();
   } catch (error) { $("options-error").textContent = error.message; }
 });
-$("delete").addEventListener("click", doing(remove));
+$("delete").addEventListener("click", twice(doing(async () => {
+  await remove(chat.id);
+  $("options").close();
+})));
+$("models-open").addEventListener("click", () => inModels(openModels));
+$("download").addEventListener("click", () => inModels(download));
+$("models").addEventListener("close", () => pulling?.abort());
+$("models").querySelector("[name=name]").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter") return;
+  event.preventDefault();
+  inModels(download);
+});
 $("model").addEventListener("change", () => {
   store("model", $("model").value);
   showUsed();
 });
-$("new").addEventListener("click", () => {
-  if (location.hash) location.hash = "";
-  else doing(open)("");
-});
+$("new").addEventListener("click", doing(startNew));
+$("new-temporary").addEventListener("click", doing(openTemporary));
+$("import").addEventListener("click", () => $("import-file").click());
+$("import-file").addEventListener("change", doing(async () => {
+  const [file] = $("import-file").files;
+  $("import-file").value = "";
+  await importFile(file);
+}));
 let typing = 0;
 $("search").addEventListener("input", () => {
   clearTimeout(typing);
@@ -99,11 +124,10 @@ setInterval(async () => {
   await list().catch(() => {});
 }, POLL_MS);
 
+document.documentElement.dataset.theme = stored("theme") || "";
 const start = doing(async () => {
-  const [models] = await Promise.all([api("v1/models"), list(), open(location.hash.slice(1))]);
-  chat.models = models.data.filter((one) => (one.capabilities || []).includes("completion"));
-  $("model").replaceChildren(...chat.models.map((one) => h("option", { value: one.id }, one.id)));
-  choose(stored("model"));
+  await Promise.all([loadModels(), list(), loadPresets(), open(location.hash.slice(1))]);
+  chooseDefault();
   choose(chat.about?.model);
   showUsed();
   await loadTools();

@@ -1,12 +1,15 @@
-// The message that is written, with its attachments, and the options of its chat.
-
-// -- the message
+// The message that is written, with its attachments; what is not sent yet is kept.
 
 async function submit() {
   const written = $("message").value;
   const text = written.trim();
   const { files, visit } = chat;
   if (chat.answering || (!text && !files.length)) return;
+  if (chat.rewriting) {
+    const { id: branch } = await post(here(`/items/${chat.editing}`), { text });
+    finishEditing();
+    return load({ branch });
+  }
   checkPictures();
   const model = $("model").value;
   const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
@@ -19,6 +22,7 @@ async function submit() {
       if (visit === chat.visit) {
         Object.assign(chat, { id, about });
         history.replaceState(null, "", `#${id}`);
+        store("draft.", "");
       }
     }
     const added = await post(here("/items", id), { ...messageOf(text, files), after: before });
@@ -30,8 +34,9 @@ async function submit() {
     const at = chat.items.findIndex((item) => item.id === before);
     chat.items = [...(before ? chat.items.slice(0, at + 1) : []), added];
     outdate();
-    finishEditing();
-    if ($("message").value === written) $("message").value = "";
+    if (chat.editing !== null) finishEditing();
+    else if ($("message").value === written) $("message").value = "";
+    keepDraft();
     chat.files = [];
     drawFiles();
     draw(true);
@@ -114,84 +119,54 @@ function drawFiles() {
 
 async function edit(item) {
   const at = await placeOf(item);
-  const { pictures } = item;
+  const rewriting = item.role === "assistant";
+  const { pictures, folds } = { pictures: [], folds: [], ...item };
   const urls = pictures.length ? await acts.pictures(item) : [];
-  const pieces = piecesOf(item);
+  const pieces = piecesOf({ ...item, folds });
   finishEditing();
-  chat.editing = at > 0 ? chat.items[at - 1].id : "";
+  keepDraft();
+  const before = at > 0 ? chat.items[at - 1].id : "";
+  Object.assign(chat, { rewriting, editing: rewriting ? item.id : before });
+  $("editing-how").textContent = rewriting ? "Editing: your text becomes a branch." : "Editing: the answer begins a new branch.";
   chat.files = [...urls.map((url, place) => ({ name: pictures[place].name, url })),
     ...pieces.filter((piece) => piece.label).map((piece) => ({ name: piece.label, text: piece.text }))];
   $("message").value = pieces.filter((piece) => !piece.label).map((piece) => piece.text).join("").trim();
   $("editing").hidden = false;
-  for (const one of chat.items.slice(at)) $("log").querySelector(`[data-id="${one.id}"]`)?.classList.add("off");
+  for (const one of chat.items.slice(rewriting ? at + 1 : at)) $("log").querySelector(`[data-id="${one.id}"]`)?.classList.add("off");
   drawFiles();
   $("message").focus();
 }
 
 function finishEditing() {
   if (chat.editing === null) return;
-  chat.editing = null;
-  chat.files = [];
-  $("message").value = "";
+  Object.assign(chat, { editing: null, rewriting: false, files: [] });
+  $("message").value = chat.unsent;
   $("editing").hidden = true;
   for (const made of $("log").querySelectorAll(".off")) made.classList.remove("off");
   drawFiles();
+}
+
+// Keeps what is written for its chat: on the server, and here until the server has it.
+let typed = 0;
+function keepDraft(keepalive = false) {
+  clearTimeout(typed);
+  const { id } = chat;
+  const draft = $("message").value;
+  if (draft === chat.unsent || chat.editing !== null || chat.about?.temporary) return;
+  chat.unsent = draft;
+  store(`draft.${id}`, draft);
+  const kept = () => { if (stored(`draft.${id}`) === draft) store(`draft.${id}`, ""); };
+  if (id) api(here("", id), { method: "POST", body: { draft }, keepalive }).then(kept, () => {});
+}
+
+function showDraft(text) {
+  if (!text || $("message").value || chat.editing !== null) return;
+  $("message").value = chat.unsent = text;
+  fit();
 }
 
 function fit() {
   const box = $("message");
   box.style.height = "auto";
   box.style.height = `${box.scrollHeight}px`;
-}
-
-// -- options
-
-function openOptions() {
-  const form = $("options").querySelector("form");
-  const { options = {}, instructions = "" } = chat.about || chat.draft;
-  form.elements.title.value = chat.about?.title || "";
-  form.elements.title.disabled = !chat.id;
-  form.instructions.value = instructions || "";
-  form.temperature.value = options.temperature ?? "";
-  form.max_tokens.value = options.max_tokens ?? "";
-  form.thinking.value = options.thinking ?? "";
-  form.tools.checked = options.tool_choice !== "none";
-  $("options-error").textContent = "";
-  $("delete").textContent = "Delete this chat";
-  $("options").showModal();
-  loadTools();
-}
-
-async function saveOptions() {
-  const form = $("options").querySelector("form");
-  const number = (field) => (field.value === "" ? null : Number(field.value));
-  const options = {
-    ...chat.about?.options,
-    temperature: number(form.temperature),
-    max_tokens: number(form.max_tokens),
-    thinking: { "": null, true: true, false: false }[form.thinking.value],
-  };
-  if (options.thinking === undefined) options.thinking = form.thinking.value;
-  if (!form.tools.checked) options.tool_choice = "none";
-  else if (options.tool_choice === "none") options.tool_choice = null;
-  const changes = { instructions: form.instructions.value, options };
-  if (chat.id) {
-    chat.about = await post(here(), { ...changes, title: form.elements.title.value.trim() });
-    await list();
-  } else {
-    chat.draft = changes;
-    store("options", JSON.stringify(changes));
-  }
-  draw();
-}
-
-async function remove() {
-  if ($("delete").textContent === "Delete this chat") {
-    $("delete").textContent = "Delete it for good?";
-    return;
-  }
-  await api(here(), { method: "DELETE" });
-  $("options").close();
-  location.hash = "";
-  await list();
 }

@@ -27,6 +27,21 @@ function button(name, label, act) {
   return h("button", { class: "icon", type: "button", "aria-label": label, title: label, onclick: act }, icon(name));
 }
 
+// Further buttons behind one: their texts, and what they do.
+function menu(label, entries) {
+  const buttons = entries.map(([text, act]) => h("button", { type: "button", onclick: act }, text));
+  return h("details", { class: "menu" }, h("summary", { class: "icon", "aria-label": label, title: label }, icon("more")), h("div", {}, ...buttons));
+}
+
+// What a button does at its second click; the first asks, until the focus leaves it.
+const SURE = "Delete it for good?";
+const twice = (work) => ({ currentTarget: asked }) => {
+  if (asked.textContent === SURE) return work();
+  const text = asked.textContent;
+  asked.textContent = SURE;
+  asked.addEventListener("blur", () => { asked.textContent = text; }, { once: true });
+};
+
 async function copy(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -123,8 +138,15 @@ function piecesOf(item) {
   return [...pieces, { text: characters.slice(last).join("") }].filter((piece) => piece.text);
 }
 
-// `acts` has what the buttons do: edit, again, show (a branch), picture.
-function drawn(item, acts) {
+// Whether an answer did not come to its end.
+function isOpen(item) {
+  const { finish_reason: reason, edited, ways } = item.info;
+  const ended = ["cancelled", "cut", "failed"].includes(item.state) || reason === "length" || edited;
+  return ended && !ways && !item.calls && Boolean(item.text || item.thinking);
+}
+
+// `acts` has what the buttons do: edit, again, show (a branch), picture, and so on; `last`: nothing follows.
+function drawn(item, acts, last) {
   if (item.role === "tool") return drawnCall(item);
   const mine = item.role === "user";
   const made = h("article", { class: item.role, "data-id": item.id, "aria-label": mine ? "You" : "Answer" });
@@ -147,12 +169,18 @@ function drawn(item, acts) {
       h("span", {}, `${at + 1}/${others.length}`), button("right", "Show the next branch", turn(1)));
   }
   bar.append(button("copy", mine ? "Copy the message" : "Copy the answer", () => copy(item.text)));
-  if (mine) bar.append(button("edit", "Edit the message", () => acts.edit(item)));
+  if (!item.calls) bar.append(button("edit", mine ? "Edit the message" : "Edit the answer", () => acts.edit(item)));
   bar.append(mine ? "" : button("again", "Answer again", () => acts.again(item)));
+  if (!mine && last && isOpen(item)) bar.append(h("button", { class: "text", type: "button", onclick: () => acts.goOn(item) }, "Continue"));
+  bar.append(menu("More", [["Fork", () => acts.fork(item)], ["Delete from here", twice(() => acts.remove(item))]]));
   const [note, bad] = noteOf(item);
   const speed = item.info.tok_s ? `${item.info.tok_s.toFixed(1)} tokens/s` : "";
   if (note) bar.append(h("span", { class: bad ? "note bad" : "note" }, note));
   if (speed) bar.append(h("span", { class: "note", title: `${item.info.tokens} tokens` }, speed));
+  if (last && item.info.ways) {
+    bar.append(h("div", { class: "ways" }, ...item.info.ways.map(([name, label]) =>
+      h("button", { type: "button", onclick: () => acts.way(item, name) }, label))));
+  }
   made.append(bar);
   return made;
 }
