@@ -117,6 +117,7 @@ def _reclaimable(values: Mapping[str, int], prefix: str) -> int:
 # Left to the desktop if the user sets no budget.
 _DESKTOP_SHARE = 0.1
 _MOST_DESKTOP_BYTES = 2 << 30
+_MODELS_SHARE = 0.85  # of all RAM; the rest is the system's and other programs'
 # What counting in pages and the system's own bookkeeping may take within a hard limit.
 _LIMIT_MARGIN = 6 << 20
 HELPERS: set[int] = set()
@@ -136,6 +137,16 @@ def current_rss() -> int:
 def peak_rss() -> int:
     """Bytes of this process's highest resident set plus its helpers' present memory."""
     return system.peak_nbytes() + helpers_nbytes()
+
+
+def share_for_models(total: int | None = None) -> int:
+    """The bytes of a PC's RAM that recommendations count on, whatever is free at this moment;
+    ``total``: its RAM, by default this PC's or what this process may have of it.
+    """
+    if total is None:
+        state = memory_state()
+        total = state.total if state.limit is None else min(state.total, state.limit)
+    return int(_MODELS_SHARE * total)
 
 
 def ram_budget(ram: int | None, *, state: MemoryState | None = None, rss: int | None = None) -> int:

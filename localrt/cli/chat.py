@@ -137,11 +137,14 @@ def last_model() -> str | None:
 
 def welcome() -> str:
     """What newcomers should know of the demo model; takes half a second."""
+    from localrt.planning.measure import known_machine
     from localrt.planning.recommend import best_here
 
-    better = best_here(Settings.from_environment())
+    settings = Settings.from_environment()
+    better = best_here(settings)
     line = f"{DEMO_NAME} is small, for a first try. "
     if better is not None and better.expected is not None:
         size = format_bytes(better.expected.weights)
-        line += f"{better.model.name} ({size}) runs well on this PC: F4 and its name get it. "
+        runs = "runs" if known_machine(settings.cache_dir) is None else "runs well"
+        line += f"{better.model.name} ({size}) {runs} on this PC: F4 and its name get it. "
     return line + "F1 lists the keys."

@@ -15,6 +15,7 @@ from typing import Any
 from localrt import system
 from localrt.common.errors import OptionError
 from localrt.common.formatting import parse_size
+from localrt.offload.memory import share_for_models
 from localrt.planning.machine import (
     OTHERS,
     GpuModel,
@@ -104,7 +105,6 @@ _DISKS = (
     (r"sata|ssd", 0.5e9),
     (r"hdd|hard", 0.15e9),
 )
-_DESKTOP_BYTES = 4_000_000_000  # the most RAM left to the desktop and other programs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +128,7 @@ class Pc:
     @property
     def ram_budget(self) -> int:
         """Bytes of RAM that the desktop leaves free."""
-        return self.ram_bytes - min(_DESKTOP_BYTES, self.ram_bytes // 4)
+        return share_for_models(self.ram_bytes)
 
     @property
     def vram_budget(self) -> int:

@@ -37,7 +37,6 @@ _USUAL_HELD = 512
 _GOOD_WAIT_S, _USABLE_WAIT_S = 20.0, 60.0  # for the first token after a page of prompt
 _MERE_SHARE = 0.05  # of a token's weights: copying less is not mentioned
 _WHOLE_SHARE = 0.98
-_ROOM = 0.75  # of the memory for a model; more leaves hardly any to other programs
 
 Level = Literal["good", "usable", "slow"]
 
@@ -111,10 +110,6 @@ class Prediction:
     def is_quick(self) -> bool:
         """Whether answers are fast enough for people."""
         return self.tok_s >= self.enough_tok_s
-
-    def has_room(self, memory: int) -> bool:
-        """Whether the weights leave a part of ``memory`` to other programs, RAM and the GPU's."""
-        return not self.read and self.weights <= _ROOM * memory
 
     @property
     def whole_on_gpu(self) -> bool:

@@ -34,7 +34,7 @@ from localrt.common.settings import Settings
 from localrt.models.weight_files import files_nbytes
 from localrt.offload import hardware as system_hardware
 from localrt.offload.account import MEASURING_NBYTES, Budgets
-from localrt.offload.memory import memory_state, ram_budget
+from localrt.offload.memory import memory_state, ram_budget, share_for_models
 from localrt.offload.reading.disk_speed import DiskProfile, measure_disk
 from localrt.planning.describe_pc import parse_memory_speed, parse_pc
 from localrt.planning.machine import (
@@ -443,11 +443,14 @@ def planned_hardware(
     path: Path | None = None,
     formats: Iterable[str] = (),
     remeasure: bool = False,
+    measure: bool = True,
 ) -> tuple[MachineProfile, Budgets, str]:
     """Return the machine to plan for, its budgets, and a note for the user.
 
     The machine is this one or ``hardware.pc``, changed by the other options of ``hardware``.
-    ``path`` is the model, whose disk is used; ``formats`` are those of its weights.
+    ``path`` is the model, whose disk is used; ``formats`` are those of its weights. Without a model
+    the RAM is what models should take of all there is, with one what is free now. Without
+    ``measure``, rates that were never measured are a typical PC's.
 
     Raises:
         OptionError: a description is invalid.
@@ -466,9 +469,13 @@ def planned_hardware(
         ram = ram or pc.ram_budget
     else:
         own = path if hardware.ssd is None else None
-        machine, note = machine_here(settings, own, formats, remeasure=remeasure)
+        known = None if measure else known_machine(settings.cache_dir, settings.cache_dir)
+        machine, note = known or typical_machine().with_cores(default_threads()), ""
+        if measure:
+            machine, note = machine_here(settings, own, formats, remeasure=remeasure)
         machine, vram = with_gpu(_as_wanted(machine, hardware), hardware, settings.cache_dir)
-        source, ram = ("given", ram) if ram else ("measured", ram_budget(None))
+        source = "given" if ram else "measured"
+        ram = ram or (share_for_models() if path is None else ram_budget(None))
         other = _other_here() if hardware.gpu is None and machine.gpu is None else None
     machine = _with_source(machine, ram_bytes=source)
     if machine.gpu is None and (other := other_gpu(hardware.gpu or "") or other):

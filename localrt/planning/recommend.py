@@ -143,7 +143,7 @@ def recommend_on(
             expected[name] = found
     nbytes = whole_nbytes(shape)
     bits = {name: _PLANNED_BITS * offer.sizes[name] / nbytes for name in names}
-    best = _best(expected, bits, budgets)
+    best = _best(expected, bits)
     name = best or _default(names)
     if name not in expected:
         return Recommendation(name, _NO_ROOM)
@@ -164,9 +164,7 @@ def _default(names: Sequence[str]) -> str:
     return DEFAULT_LABEL if DEFAULT_LABEL in names and _bits(name) == 4 else name
 
 
-def _best(
-    expected: Mapping[str, Prediction], bits: Mapping[str, float], budgets: Budgets
-) -> str | None:
+def _best(expected: Mapping[str, Prediction], bits: Mapping[str, float]) -> str | None:
     """Return the best of files sorted from the largest; None if none reaches reading speed."""
     good = [name for name in expected if (_bits(name) or _GOOD_BITS) >= _GOOD_BITS]
     whole = (name for name in good if expected[name].whole_on_gpu and expected[name].is_quick)
@@ -189,11 +187,10 @@ def _best(
 
     def rank(name: str) -> tuple[bool, bool, float]:
         """Return the sort key: files of at least four bits that are good for chat come first, of
-        them those that leave room, then order is by value.
+        them those in memory, then order is by value.
         """
         is_good = name in good and expected[name].level == "good"
-        roomy = is_good and expected[name].has_room(budgets.ram + budgets.vram)
-        return is_good, roomy, value(name)
+        return is_good, is_good and not expected[name].read, value(name)
 
     return max(worth, key=rank) if quick and worth else None
 
@@ -319,7 +316,8 @@ def _loss(bits: float) -> float:
 _ORDER: dict[Level, int] = {"good": 0, "usable": 1, "slow": 2}
 _WORDS: dict[Level, str] = {"good": "good", "usable": "usable", "slow": "too slow"}
 _WELL_KNOWN = ("llama", "qwen", "gemma", "gpt-oss", "mistral", "ministral", "devstral", "phi")
-_LESS_KNOWN = 1 / 3  # a model of another family counts as one of this part of its size
+_SAME_SIZE = 1.15  # of models whose sizes differ by less, the newer one comes first
+_VERSION = re.compile(r"\d+(\.\d+)?")
 _MARGIN = 1.25  # forecasts err: only what is faster than enough by this is surely so
 
 
@@ -429,13 +427,17 @@ class WhatRuns:
         yield f"  localrt plan {first}    says more about it, or about any other model"
 
 
-def what_runs(wanted: Hardware, settings: Settings) -> WhatRuns:
-    """Estimate all known models.
+def what_runs(wanted: Hardware, settings: Settings, *, measure: bool = True) -> WhatRuns:
+    """Estimate all known models. Without ``measure``, by rates that were measured before, else by a
+    typical PC's.
 
     Raises:
         OptionError: a description of hardware that cannot be understood.
     """
-    machine, budgets, note = planned_hardware(wanted, settings)
+    machine, budgets, note = planned_hardware(wanted, settings, measure=measure)
+    in_use = budgets.ram - ram_budget(None)
+    if wanted.pc is None and wanted.ram is None and in_use > 0:
+        note = f"{format_bytes(in_use)} of the RAM are in use by other programs now. {note}".strip()
     note = ". ".join(filter(None, (note, other_gpu_line(machine))))
     return WhatRuns(machine, budgets, _ranked(machine, budgets), wanted.hypothetical, note)
 
@@ -447,10 +449,7 @@ def recommended(settings: Settings | None = None, *, measure: bool = False) -> t
     first, which takes some seconds.
     """
     settings = settings or Settings.from_environment()
-    if measure:
-        return what_runs(Hardware(), settings).best
-    machine, budgets = saved_machine(settings.hub_cache, settings)
-    return WhatRuns(machine, budgets, _ranked(machine, budgets)).best
+    return what_runs(Hardware(), settings, measure=measure).best
 
 
 def best_here(settings: Settings) -> Runnable | None:
@@ -468,18 +467,22 @@ def _ranked(machine: MachineProfile, budgets: Budgets) -> tuple[Runnable, ...]:
             found[key] = recommend_on(usual_offer(model), machine, budgets)
         best = found[key]
         models.append(Runnable(model, best.name if best.expected else None, best.expected))
-    return tuple(sorted(models, key=lambda each: _rank(each, budgets.ram + budgets.vram)))
+    return tuple(sorted(models, key=_rank))
 
 
-def _rank(each: Runnable, memory: int) -> tuple[int, bool, bool, float]:
-    """Sort key: the better level first, then models with room in ``memory`` and time to spare, then
-    those in memory, then the larger ones, of which those of well-known families count more.
+def _rank(each: Runnable) -> tuple[float, ...]:
+    """Sort key: the better level first, then models in memory with time to spare, then those in
+    memory, then well-known families, the larger ones, and of the same size the newer ones.
     """
-    size, found = each.model.parameters, each.expected
-    size *= 1 if each.model.family.startswith(_WELL_KNOWN) else _LESS_KNOWN
+    model, found = each.model, each.expected
+    is_read = found is None or found.read > 0
     quick = found is not None and found.tok_s >= _MARGIN * found.enough_tok_s
-    spare = quick and found is not None and found.has_room(memory)
-    return _ORDER[each.level], not spare, found is None or found.read > 0, -size
+    known = model.family.startswith(_WELL_KNOWN)
+    size = math.floor(math.log(model.parameters, _SAME_SIZE))
+    version = _VERSION.search(model.family)
+    newer = float(version[0]) if version else 0.0
+    order = _ORDER[each.level], is_read or not quick, is_read, not known, -size, -newer
+    return *order, -model.parameters
 
 
 def _row(each: Runnable) -> Iterable[str]:
@@ -584,6 +587,18 @@ def preview(
         assumed=machine.sources.get("kernels") == "typical",
         verdict=str(plan.verdict),
     )
+
+
+def fitting_context(path: Path, settings: Settings) -> int:
+    """The context with which loading a model would begin: its own, or the longest that fits.
+
+    Raises:
+        LocalrtError: the planner does not know the model.
+    """
+    shape = shape_of(path)
+    machine, budgets = saved_machine(path, settings)
+    asked = PlanRequest(shape=shape, machine=machine, budgets=budgets, ctx=shape.context_length)
+    return longest_context(asked.ctx, lambda tokens: fits(replace(asked, ctx=tokens)))
 
 
 def preview_size(nbytes: int, *, ram: str | int | None = None) -> Preview:

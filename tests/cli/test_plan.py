@@ -17,7 +17,8 @@ from localrt.common.settings import Settings
 from localrt.hub.names import KNOWN_MODELS
 from localrt.hub.resolving import FileChoice
 from localrt.planning import plan as planning
-from localrt.planning.recommend import best_here
+from localrt.planning.measure import Hardware
+from localrt.planning.recommend import best_here, what_runs
 from tests.planner.models import CONFIGS
 
 WHAT_IF = ("--gpu-memory", "8GB", "--ram", "32GB", "--ssd", "3.5GB/s", "--link", "12GB/s")
@@ -145,13 +146,18 @@ def test_welcome(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it measures")
 
     monkeypatch.setattr("localrt.planning.measure.machine_here", measured)
-    # What is free changes from one moment to the next.
-    monkeypatch.setattr("localrt.planning.recommend.ram_budget", lambda given: 16 << 30)
+    monkeypatch.setattr("localrt.planning.measure.share_for_models", lambda: 16 << 30)
+    # What is free changes from one moment to the next, and makes no difference.
+    monkeypatch.setattr("localrt.planning.recommend.ram_budget", lambda given: 1 << 30)
     best = best_here(Settings.from_environment())
     assert best is not None
     assert best.level != "slow"
-    assert f" {best.model.name} (" in welcome()
-    assert "F1" in welcome()
+    assert f" {best.model.name} (" in (line := welcome())
+    assert "runs on this PC" in line
+    assert "F1" in line
+    found = what_runs(Hardware(), Settings.from_environment(), measure=False)
+    assert found.best[0] == best
+    assert "16 GB of the RAM are in use by other programs now" in found.report()
 
 
 # -- show and embed --------------------------------------------------------------------------------

@@ -89,8 +89,8 @@ def test_presets() -> None:
 
 def test_desktop_memory() -> None:
     pc = replace(parse_pc("gaming-pc"), windows=False)
-    assert pc.ram_budget == 28_000_000_000
-    assert parse_pc("8GB").ram_budget == 6_000_000_000
+    assert pc.ram_budget == 27_200_000_000
+    assert parse_pc("8GB").ram_budget == 6_800_000_000
     assert (8 << 30) - pc.vram_budget == 800_000_000
     assert (8 << 30) - parse_pc("gaming-pc, Windows 11").vram_budget == 1_000_000_000
     assert replace(parse_pc("RTX 4090"), windows=False).vram_budget == pytest.approx(
