@@ -5,25 +5,17 @@
     for chunk in model.stream("Why is the sky blue?", max_tokens=64):
         print(chunk.text, end="")
 
-Its names; ``help(localrt.load)`` and so on say more:
+The names to begin with; ``help(localrt.load)`` and so on say more:
 
-- models: ``load``, ``load_in_background`` (``Loading``), ``Model``, ``LiveModel``, ``embedder``,
-  ``Settings``, ``Progress``, ``Status`` and its parts, ``ModelInfo``
-- answers: ``Chunk``, ``Answer``, ``LiveAnswer``, ``Metrics``, ``ToolCall``, ``TokenLogprob``,
-  ``split_thinking`` (``Thinking``)
-- options: ``Options``, ``Sampling``; for editors and type checkers ``GenerateOptions``,
-  ``PromptOptions``, ``SendOptions``, ``LiveOptions``, ``BatchOptions``
-- conversations: ``ChatSession``, ``ChatModel``, ``Message``; kept on disk: ``History``,
-  ``Conversation``, ``ConversationInfo``, ``Turn``, ``AnswerWriter``, ``KeptPicture``,
-  ``LoadedFile``
-- documents: ``read_document``, ``DocumentIndex``
-- many prompts on many machines: ``Batch``
-- the models on this machine and the hub: ``list_models``, ``search_models``, ``list_variants``,
-  ``pull``, ``remove_model``, ``uses``, ``find_draft``, with ``LocalModel``, ``FoundModel``,
-  ``Variant``, ``ResolvedModel``, ``DraftOffer``
-- speeds before a download: ``recommended``, ``plan``, ``preview``, ``preview_size``, with
-  ``Runnable``, ``Plan``, ``Preview``, ``Outlook``, ``Verdict``, ``Change``, ``PlannedContext``
-- ``LocalrtError``: the root of all errors, which its docstring names
+- ``load``, ``load_in_background``: a model, downloaded first if need be
+- ``Model``: ``stream``, ``generate``, ``chat``, ``live``, ``embed``, each for asyncio too
+- ``ChatSession``: a conversation; ``History`` keeps conversations on disk
+- ``Chunk``, ``Answer``, ``Metrics``, ``Status``: what comes back, how fast, what it takes
+- ``Options``, ``Sampling``, ``GenerateOptions``: the options of an answer
+- ``recommended``, ``plan``, ``preview``: how fast a model would be, before it is downloaded
+- ``list_models``, ``search_models``, ``pull``, ``remove_model``: the models on this machine
+- ``Batch``: many prompts, on many machines
+- ``LocalrtError``: the root of all errors
 
 Names are imported on first use, so that ``import localrt`` stays cheap.
 
@@ -72,7 +64,6 @@ if TYPE_CHECKING:
     from localrt.engine.batch.live import LiveAnswer as LiveAnswer
     from localrt.engine.options import BatchOptions as BatchOptions
     from localrt.engine.options import GenerateOptions as GenerateOptions
-    from localrt.engine.options import LiveOptions as LiveOptions
     from localrt.engine.options import Options as Options
     from localrt.engine.options import PromptOptions as PromptOptions
     from localrt.engine.options import SendOptions as SendOptions
@@ -127,9 +118,7 @@ _NAMES = {
     "localrt.batch": "Batch",
     "localrt.chat": "ChatModel ChatSession",
     "localrt.engine.batch.live": "LiveAnswer",
-    "localrt.engine.options": (
-        "BatchOptions GenerateOptions LiveOptions Options PromptOptions SendOptions"
-    ),
+    "localrt.engine.options": "BatchOptions GenerateOptions Options PromptOptions SendOptions",
     "localrt.engine.sampling": "Sampling",
     "localrt.engine.types": "Answer Chunk Message Metrics TokenLogprob ToolCall",
     "localrt.common.errors": (

@@ -28,7 +28,6 @@ from localrt.engine.types import Answer, Chunk, Message, Tools
 from localrt.loading.context import LoadContext
 from localrt.loading.load import check_embeds
 from localrt.loading.options import LoadOptions
-from localrt.mcp import ROUNDS
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import GpuUse
 from localrt.service.arguments import (
@@ -43,7 +42,6 @@ from localrt.service.arguments import (
 from localrt.service.batching import Errors, Prompts, gathered, stream_batch
 from localrt.service.core import Core, open_core
 from localrt.service.embedding import embed, rank
-from localrt.service.functions import arun, run
 from localrt.service.live import LiveModel
 from localrt.service.requests import whole_ids
 from localrt.service.status import ModelInfo, Status
@@ -259,24 +257,10 @@ class Model(Closing):
         return Answering(self._core.stream(request))
 
     def generate(
-        self,
-        prompt: str | Sequence[Message] | None = None,
-        *,
-        run_tools: bool = False,
-        **options: Unpack[PromptOptions],
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[PromptOptions]
     ) -> Answer:
-        """Like ``stream``, but return the whole answer.
-
-        With ``run_tools`` the functions of ``tools`` that it calls are run, and the model goes on
-        with their results until it calls none, at most 20 times; what a function raises ends it.
-        """
-        answer = self._joined(self.stream(prompt, **options), options)
-        for _ in range(ROUNDS if run_tools else 0):
-            if not (results := run(answer, options.get("tools"))):
-                break
-            prompt = _with_results(prompt, options, answer, results)
-            answer = self._joined(self.stream(prompt, **options), options)
-        return answer
+        """Like ``stream``, but return the whole answer."""
+        return self._joined(self.stream(prompt, **options), options)
 
     def astream(
         self, prompt: str | Sequence[Message] | None = None, **options: Unpack[PromptOptions]
@@ -286,20 +270,10 @@ class Model(Closing):
         return in_thread(lambda: self.stream(prompt, **options), cancel.set)
 
     async def agenerate(
-        self,
-        prompt: str | Sequence[Message] | None = None,
-        *,
-        run_tools: bool = False,
-        **options: Unpack[PromptOptions],
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[PromptOptions]
     ) -> Answer:
-        """Like ``generate``, for asyncio; tools may be coroutine functions."""
-        answer = self._joined([each async for each in self.astream(prompt, **options)], options)
-        for _ in range(ROUNDS if run_tools else 0):
-            if not (results := await arun(answer, options.get("tools"))):
-                break
-            prompt = _with_results(prompt, options, answer, results)
-            answer = self._joined([each async for each in self.astream(prompt, **options)], options)
-        return answer
+        """Like ``generate``, for asyncio."""
+        return self._joined([each async for each in self.astream(prompt, **options)], options)
 
     def _joined(self, chunks: Iterable[Chunk], options: Mapping[str, Any]) -> Answer:
         return joined(chunks, options.get("json_schema", self.defaults.get("json_schema")))
@@ -673,19 +647,3 @@ class Model(Closing):
         batches, self._batches = self._batches, []
         for live in batches:
             live.close()
-
-
-def _with_results(
-    prompt: str | Sequence[Message] | None,
-    options: PromptOptions,
-    answer: Answer,
-    results: Sequence[Message],
-) -> list[Message]:
-    """Return the conversation with an answer that calls tools, and with their results."""
-    if prompt is None:
-        raise OptionError("run_tools needs a prompt or messages, not token_ids")
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": with_pictures(prompt, options.pop("images", ()))}]
-    calls = [call.to_dict() for call in answer.tool_calls]
-    turn: Message = {"role": "assistant", "content": answer.text, "tool_calls": calls}
-    return [*prompt, turn, *results]

@@ -1,27 +1,28 @@
 """Batch inference on many machines: a function of rows for Ray Data, Dask and Spark.
 
-It is pickled as its arguments, and each process that calls it loads the model once. What is done
-may be kept in a folder, so that a second run computes only the rest. It imports none of the three.
+Each process that calls it loads the model once. What is done may be kept in a folder, so that a
+second run computes only the rest. It imports none of the three.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Iterator, Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, Unpack, cast
+from typing import Any, Unpack
 from uuid import uuid4
 
 from localrt.api import Model, load
-from localrt.common.errors import OptionError, StorageError
+from localrt.common.errors import OptionError
 from localrt.engine.options import GenerateOptions, read_options, schema_of
 
 __all__ = ["Batch"]
 
-_LOADING = threading.Lock()
-_loaded: dict[str, Model] = {}  # of this process: who calls us unpickles a Batch for each task
+_LOCK = threading.Lock()
+_OWN = uuid4().hex  # each process keeps answers in a file of its own
+_loaded: dict[str, Model] = {}  # of this process: some unpickle a ``Batch`` for each task
 
 
 class Batch:
@@ -51,20 +52,13 @@ class Batch:
         **options: Unpack[GenerateOptions],
     ) -> None:
         read_options(options)
-        self._given = {"column": column, "into": into, "id": id, "kept": kept, "load": load}
         self._model, self._load, self._options = str(model), dict(load or {}), options
         self._column, self._into, self._id = column, into, id
         self._kept = None if kept is None else Path(kept)
         told = {**options, "json_schema": schema_of(options.get("json_schema"))}
         self._head = json.dumps({"model": self._model, "options": told}, sort_keys=True)
-        self._own = f"{uuid4().hex}.jsonl"  # each process writes a file of its own
         self._done: dict[str, str] = {}
         self._read: dict[Path, int] = {}  # the bytes of each file that are in ``_done``
-        self._busy = threading.Lock()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the arguments alone."""
-        return partial(Batch, self._model, **self._given, **cast(Any, self._options)), ()
 
     def __call__(self, rows: Any) -> Any:
         """Return the rows with two more columns.
@@ -77,8 +71,7 @@ class Batch:
         column = rows[self._column]
         prompts = [each.tolist() if hasattr(each, "tolist") else each for each in column]
         ids = [str(each) for each in rows[self._id]] if self._kept else []
-        with self._busy:
-            texts, errors = self._answers(prompts, ids)
+        texts, errors = self._answers(prompts, ids)
         made = {self._into: texts, "error": errors}
         if hasattr(rows, "assign"):
             return rows.assign(**made)
@@ -87,7 +80,8 @@ class Batch:
         return {**rows, **{name: np.array(each, dtype=object) for name, each in made.items()}}
 
     def _answers(self, prompts: list[Any], ids: list[str]) -> tuple[list[str], list[str]]:
-        self._look()
+        if self._kept is not None:
+            self._look(self._kept)
         texts = [self._done.get(id, "") for id in ids] or [""] * len(prompts)
         errors = [""] * len(prompts)
         todo = [row for row in range(len(prompts)) if not ids or ids[row] not in self._done]
@@ -97,26 +91,27 @@ class Batch:
         answers = self._here().generate_batch(work, errors="return", **self._options)
         for row, answer in zip(todo, answers, strict=True):
             texts[row], errors[row] = answer.text, str(answer.error or "")
-        self._keep({ids[row]: texts[row] for row in todo if ids and not errors[row]})
+        if self._kept is not None:
+            self._keep(self._kept, {ids[row]: texts[row] for row in todo if not errors[row]})
         return texts, errors
 
     def _here(self) -> Model:
         """Return this process's model."""
         key = json.dumps([self._model, self._load], sort_keys=True, default=str)
-        with _LOADING:
+        with _LOCK:
             if key not in _loaded:
                 _loaded[key] = load(self._model, **self._load)
             return _loaded[key]
 
-    def _look(self) -> None:
-        """Read what others have kept since the last call."""
-        for path in sorted(self._kept.glob("*.jsonl")) if self._kept else ():
+    def _look(self, folder: Path) -> None:
+        """Read what all processes have kept since the last call."""
+        for path in sorted(folder.glob("*.jsonl")):
             with path.open("rb") as file:
                 head = file.readline()
                 if head.endswith(b"\n") and head.decode().strip() != self._head:
                     raise OptionError(
-                        f"{path.parent} has answers of another model or other options: "
-                        "name another folder in kept"
+                        f"{folder} has answers of another model or with other options: "
+                        "give kept another folder"
                     )
                 file.seek(max(len(head), self._read.get(path, 0)))
                 for line in file:
@@ -124,15 +119,10 @@ class Batch:
                         self._done.update(json.loads(line))
                         self._read[path] = file.tell()
 
-    def _keep(self, answers: Mapping[str, str]) -> None:
-        if self._kept is None or not answers:
-            return
+    def _keep(self, folder: Path, answers: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{_OWN}-{os.getpid()}.jsonl"
+        with _LOCK, path.open("a", encoding="utf-8") as file:
+            file.write(f"{self._head}\n" if not file.tell() else "")
+            file.write(json.dumps(answers) + "\n")
         self._done.update(answers)
-        try:
-            self._kept.mkdir(parents=True, exist_ok=True)
-            path = self._kept / self._own
-            head = "" if path.exists() else f"{self._head}\n"
-            with path.open("a", encoding="utf-8") as file:
-                file.write(f"{head}{json.dumps(answers)}\n")
-        except OSError as error:
-            raise StorageError(f"an answer cannot be kept in {self._kept}: {error}") from error

@@ -37,7 +37,7 @@ from localrt.service.arguments import (
     in_thread,
     joined,
 )
-from localrt.service.functions import arun, run
+from localrt.service.functions import run
 
 if TYPE_CHECKING:  # they bring models and the planner, which a command starts without
     from localrt.engine.saved_caches import Tier
@@ -439,10 +439,14 @@ class ChatSession:
     async def asend(
         self, text: str | None = None, *, run_tools: bool = False, **options: Unpack[SendOptions]
     ) -> Answer:
-        """Like ``send``, for asyncio; tools may be coroutine functions."""
+        """Like ``send``, for asyncio; tools may be coroutine functions, others run in threads."""
+        import asyncio  # imported late: it takes six megabytes
+
+        loop = asyncio.get_running_loop()
         answer = self._joined([each async for each in self.astream(text, **options)], options)
         for _ in range(ROUNDS if run_tools else 0):
-            if not (results := await arun(answer, options.get("tools") or self.tools)):
+            tools = options.get("tools") or self.tools
+            if not (results := await asyncio.to_thread(run, answer, tools, loop)):
                 break
             self.messages += results
             options |= {"images": (), "files": ()}

@@ -45,9 +45,9 @@ def _members(owner: type) -> Iterator[str]:
     if issubclass(owner, Exception):
         return
     if hasattr(owner, "__required_keys__"):  # a TypedDict
-        base = next(iter(getattr(owner, "__orig_bases__", ())), None)
+        base = localrt.GenerateOptions
         for key in owner.__annotations__:
-            if key not in getattr(base, "__annotations__", ()):
+            if owner is base or key not in base.__annotations__:
                 yield f"[{key!r}]"
         return
     if dataclasses.is_dataclass(owner):

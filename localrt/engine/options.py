@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -200,20 +200,6 @@ class PromptOptions(GenerateOptions, total=False):
     tools: Tools | None
     cancel: threading.Event | None
     on_progress: ProgressCallback | None
-
-
-class LiveOptions(GenerateOptions, total=False):
-    """What a request of ``Model.live`` takes beside a prompt: see ``LiveModel.submit``."""
-
-    token_ids: Sequence[int] | None
-    raw: bool
-    suffix: str | None
-    files: Sequence[tuple[str, str]]
-    tools: Tools | None
-    cancel: threading.Event | None
-    client: Hashable
-    request_class: str
-    private: bool
 
 
 class BatchOptions(GenerateOptions, total=False):

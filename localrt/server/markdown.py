@@ -117,9 +117,7 @@ def _display(state: StateBlock, first: int, end: int, silent: bool) -> bool:
     return True
 
 
-def _math(
-    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: Any, env: Any
-) -> str:
+def _math(_: RendererHTML, tokens: Sequence[Token], index: int, *__: Any) -> str:
     token = tokens[index]
     html = _mathml(token.content)
     return f"<p>{html}</p>\n" if token.block else html
@@ -162,9 +160,7 @@ def _shown(element: Element) -> str:
 # -- code, lists, lines ----------------------------------------------------------------------------
 
 
-def _fence(
-    renderer: RendererHTML, tokens: Sequence[Token], index: int, options: Any, env: Any
-) -> str:
+def _fence(_: RendererHTML, tokens: Sequence[Token], index: int, *__: Any) -> str:
     """Render code; with colours only once its end is there, not for each token of an answer."""
     token = tokens[index]
     assert token.map is not None

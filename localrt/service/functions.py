@@ -6,11 +6,14 @@ Types become a JSON schema, by pydantic; texts are those of the docstring. It kn
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 from localrt.common.errors import OptionError
 from localrt.engine.types import Answer, Message, ToolCall, Tools
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
 
 _Function = Callable[..., Any]
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
@@ -34,67 +37,47 @@ def tool_of(function: _Function) -> dict[str, Any]:
     if unnamed := [str(each) for each in by_name if each.kind in _BY_POSITION]:
         raise OptionError(f"a tool's arguments are given by name: {name} has {unnamed[0]}")
     try:
-        parameters = _untitled(TypeAdapter(cast(Any, function)).json_schema())
+        parameters = TypeAdapter(cast(Any, function)).json_schema()
     except (PydanticUserError, NameError, TypeError) as error:
         line = str(error).partition("\n")[0]
         raise OptionError(f"{name} cannot be a tool: {line}") from error
     told = parse(inspect.getdoc(function) or "")
-    for argument in told.params:
-        if argument.arg_name in parameters["properties"] and argument.description:
-            parameters["properties"][argument.arg_name]["description"] = argument.description
+    texts = {each.arg_name: each.description for each in told.params if each.description}
+    for argument, schema in parameters["properties"].items():
+        schema.pop("title", None)  # its name again
+        schema.update({"description": texts[argument]} if argument in texts else {})
     text = "\n\n".join(filter(None, (told.short_description, told.long_description)))
     described = {"name": name, "description": text, "parameters": parameters}
     return {"type": "function", "function": described}
 
 
-def _untitled(schema: Any, *, names: bool = False) -> Any:
-    """Return a schema without pydantic's titles, which only repeat the names."""
-    if isinstance(schema, list):
-        return [_untitled(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: _untitled(value, names=not names and key in ("properties", "$defs"))
-        for key, value in schema.items()
-        if names or key != "title"
-    }
-
-
-def run(answer: Answer, tools: Tools | None) -> list[Message]:
+def run(
+    answer: Answer, tools: Tools | None, loop: AbstractEventLoop | None = None
+) -> list[Message]:
     """Call what an answer calls; return the results as messages, none if not all are functions.
 
-    Arguments that do not fit are the result, for the model to read.
+    Arguments that do not fit are the result, for the model to read. Coroutines run in ``loop``,
+    which must be another thread's.
 
     Raises:
-        OptionError: a coroutine function is called.
+        OptionError: a coroutine function is called without a loop.
         Exception: what a function raises.
     """
-    results = list[Message]()
-    for call, function in _functions(answer, tools):
-        if inspect.iscoroutinefunction(function):
-            raise OptionError(f"{call.name} is a coroutine function: use asend or agenerate")
-        results.append(_result(call, _called(call, function)))
-    return results
-
-
-async def arun(answer: Answer, tools: Tools | None) -> list[Message]:
-    """Like ``run``, for asyncio: coroutine functions are awaited, others run in threads."""
-    import asyncio  # imported late: it takes six megabytes
-
-    results = list[Message]()
-    for call, function in _functions(answer, tools):
-        if inspect.iscoroutinefunction(function):
-            value = _called(call, function)
-            results.append(_result(call, await value if inspect.isawaitable(value) else value))
-        else:
-            results.append(_result(call, await asyncio.to_thread(_called, call, function)))
-    return results
-
-
-def _functions(answer: Answer, tools: Tools | None) -> Iterator[tuple[ToolCall, _Function]]:
     known = {getattr(tool, "__name__", ""): tool for tool in tools or () if callable(tool)}
-    if all(call.name in known for call in answer.tool_calls):
-        yield from ((call, known[call.name]) for call in answer.tool_calls)
+    if not all(call.name in known for call in answer.tool_calls):
+        return []
+    results = list[Message]()
+    for call in answer.tool_calls:
+        value = _called(call, known[call.name])
+        if inspect.iscoroutine(value):
+            if loop is None:
+                value.close()
+                raise OptionError(f"{call.name} is a coroutine function: use asend")
+            import asyncio
+
+            value = asyncio.run_coroutine_threadsafe(value, loop).result()
+        results.append(_result(call, value))
+    return results
 
 
 def _called(call: ToolCall, function: _Function) -> Any:

@@ -9,18 +9,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
-from localrt.engine.options import LiveOptions
 from localrt.engine.pool import kv_room
 from localrt.engine.protocol import EngineSession
 from localrt.engine.saved_caches import Tier
@@ -83,8 +82,10 @@ class LiveModel(Closing):
         self,
         prompt: str | Sequence[Message] | None = None,
         *,
+        client: Hashable = None,
+        request_class: str = "interactive",
         notify: Callable[[], None] | None = None,
-        **options: Unpack[LiveOptions],
+        **options: Any,
     ) -> LiveAnswer:
         """Queue a prompt with the options of ``Model.stream``; iterate over the result.
 
@@ -96,8 +97,6 @@ class LiveModel(Closing):
         Raises:
             LocalrtError: the prompt or an option cannot be used, or the batch is closed.
         """
-        client = options.pop("client", None)
-        request_class = options.pop("request_class", "interactive")
         request = self._core.requests.make(prompt, **options)
         if request.on_progress is not None:
             raise OptionError("a live batch reports no progress: leave on_progress out")
@@ -105,35 +104,33 @@ class LiveModel(Closing):
         return self._live.submit(request, client=client, request_class=request_class, notify=notify)
 
     def stream(
-        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> Iterator[Chunk]:
         """Like ``Model.stream``, in a shared batch; closing the iterator cancels."""
         return _until_closed(self.submit(prompt, **options))
 
-    def generate(
-        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
-    ) -> Answer:
+    def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Answer:
         """Like ``Model.generate``, in a shared batch."""
         return joined(self.stream(prompt, **options), options.get("json_schema"))
 
     async def asubmit(
-        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> AsyncAnswer:
         """Like ``submit``, for asyncio: a thread tokenizes the prompt, waiting needs no thread."""
         import asyncio  # imported late: it takes six megabytes
 
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        options["cancel"] = cancel = options.get("cancel") or threading.Event()
+        cancel = options.pop("cancel", None) or threading.Event()
         self._core.check({})  # an error in a forked child, which has none of the threads
 
         def notify() -> None:
             loop.call_soon_threadsafe(ready.set)
 
         def submit() -> LiveAnswer:
-            return self.submit(prompt, notify=notify, **options)
+            return self.submit(prompt, cancel=cancel, notify=notify, **options)
 
         try:
-            if _characters(prompt, *(options.get(name) for name in _READ)) > _LONG_PROMPT:
+            if _characters(prompt, *map(options.get, _READ)) > _LONG_PROMPT:
                 answer = await run_to_end(partial(_giving_way, submit), self._long_prompts)
             else:
                 answer = await run_to_end(submit)
@@ -143,7 +140,7 @@ class LiveModel(Closing):
             raise
 
     async def astream(
-        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio; leaving the loop cancels."""
         answer = await self.asubmit(prompt, **options)
@@ -154,7 +151,7 @@ class LiveModel(Closing):
             answer.cancel()
 
     async def agenerate(
-        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
+        self, prompt: str | Sequence[Message] | None = None, **options: Any
     ) -> Answer:
         """Like ``generate``, for asyncio."""
         chunks = [chunk async for chunk in self.astream(prompt, **options)]

@@ -56,10 +56,11 @@ def test_what_is_kept(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     one, two = batch(), batch()
     first = one(rows(1, 2))["answer"]
+    monkeypatch.setattr("localrt.batch._OWN", "another-process")
     assert two(rows(2, 3))["answer"][0] == first[1]
     assert (_kept(tmp_path), len(list(tmp_path.iterdir()))) == (3, 2)
-    with next(iter(tmp_path.iterdir())).open("a") as file:
-        file.write('{"4": "half')  # its writer was killed
+    (head,) = {path.read_text().splitlines()[0] for path in tmp_path.iterdir()}
+    (tmp_path / "killed.jsonl").write_text(f'{head}\n{{"4": "half')
     assert one(rows(3, 4))["answer"][1] == batch(kept=None)(rows(4))["answer"][0]
     monkeypatch.setattr(Batch, "_here", None)
     assert list(batch()(rows(1, 2))["answer"]) == list(first)
