@@ -310,6 +310,7 @@ def requests(folder: Path, stack: ExitStack) -> Prepared:
         ),
         *((one, {"title": "x", "shown": "1"}), (f"{one}/items", message)),
         *(("/v1/conversations", {"title": "x"}), ("/v1/documents", page)),
+        *((f"{one}/answers", {"continued": "1"}), ("/v1/conversations/import", page)),
     ]
     chunks = "Host: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
     raw = f"GET /v1/models?a=%20 HTTP/1.1\r\nHost: x\r\n\r\nPOST /tokenize HTTP/1.1\r\n{chunks}"

@@ -93,20 +93,13 @@ const acts = {
   }),
   remove: doing(async (item) => {
     follower?.abort();
-    await api(here(`/items/${item.id}`), { method: "DELETE" });
-    chat.answering = "";
-    setBusy(false);
-    await load();
+    await showBranch(async () => { await api(here(`/items/${item.id}`), { method: "DELETE" }); });
     await list();
   }),
-  show: doing(async (id) => {
-    const { visit } = chat;
-    chat.loading++; // so that no other begins, which would bring the branch before
-    try {
-      await post(here(), { shown: id });
-      if (visit === chat.visit) await load({ branch: id });
-    } finally { chat.loading--; }
-  }),
+  show: doing((id) => showBranch(async () => {
+    await post(here(), { shown: id });
+    return id;
+  })),
   pictures: async (item) => {
     const whole = await api(here(`/items/${item.id}`));
     return whole.pictures.map((picture) => picture.url);
@@ -146,6 +139,16 @@ async function load({ branch, end = false } = {}) {
   draw(end);
   const open = chat.items.find((item) => item.state === "writing");
   if (open) follow(open).catch(warn);
+}
+
+// Loads the branch that `work` returns an item of. No other load begins meanwhile: it would bring the branch before.
+async function showBranch(work) {
+  const { visit } = chat;
+  chat.loading++;
+  try {
+    const branch = await work();
+    if (visit === chat.visit) await load({ branch });
+  } finally { chat.loading--; }
 }
 
 // A conversation that is in the server's memory until the page leaves it.
@@ -383,8 +386,8 @@ async function takeWay(item, name) {
     chat.about = await post(here(), { options: { ...chat.about.options, overflow: "drop_oldest" } });
     await (item.text ? goOn(item) : again(item));
   } else if (name === "summary") {
-    const { id } = await post(here("/answers"), { ...askedOf($("model").value, asked.id), summary: true });
-    await load({ branch: id, end: true });
+    const given = { ...askedOf($("model").value, asked.id), summary: true };
+    await showBranch(async () => (await post(here("/answers"), given)).id);
   } else {
     await startNew();
     if (!item.text) $("message").value = asked.text;

@@ -41,8 +41,10 @@ function listed(one) {
 // Puts a field for the title in the place of a link. Enter keeps it, Escape does not.
 function rename(link, title, keep) {
   const field = h("input", { "aria-label": "Title", maxlength: "200", value: title });
+  let ended = false; // removing the field blurs it
   const end = (kept) => {
-    if (!field.parentNode) return;
+    if (ended) return;
+    ended = true;
     field.replaceWith(link);
     if (kept && field.value.trim() !== title) keep(field.value.trim());
   };

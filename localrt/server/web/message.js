@@ -6,9 +6,11 @@ async function submit() {
   const { files, visit } = chat;
   if (chat.answering || (!text && !files.length)) return;
   if (chat.rewriting) {
-    const { id: branch } = await post(here(`/items/${chat.editing}`), { text });
-    finishEditing();
-    return load({ branch });
+    return showBranch(async () => {
+      const { id } = await post(here(`/items/${chat.editing}`), { text });
+      finishEditing();
+      return id;
+    });
   }
   checkPictures();
   const model = $("model").value;
