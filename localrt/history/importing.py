@@ -7,6 +7,7 @@ before anything is written; what could not be taken is told in lines.
 
 from __future__ import annotations
 
+import html
 import re
 import zipfile
 import zlib
@@ -38,7 +39,7 @@ _LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
 _PICTURES = "pictures that are not in the file"
 _OTHERS = "parts that are neither text nor pictures"
 _CALLS, _LINES = "calls and results of tools", "lines or files that are not JSON"
-_FOLDED = re.compile(  # Open WebUI's thoughts and calls, within the text
+_FOLD = re.compile(
     r'<details type="(\w+)"[^>]*>\s*(?:<summary>.*?</summary>)?(.*?)</details>\s*', re.DOTALL
 )
 _CITATION = re.compile("\ue200.*?\ue201", re.DOTALL)  # ChatGPT's
@@ -58,8 +59,9 @@ def load_file(new: Callable[..., Conversation], path: Path) -> LoadedFile:
     left: Counter[str] = Counter()
     with ExitStack() as stack:
         archive, documents = _documents(path, stack, left)
-        if "version" in (own := _dict(documents[0] if documents else None)) and "messages" in own:
-            items = [_own(path, own)]
+        record = _dict(documents[0]) if archive is None else {}
+        if "version" in record and "messages" in record:
+            items = [_own(path, record)]
         else:
             items = [each for document in documents for each in _items(document)]
         sheets = [_Sheet(each, archive, left) for each in items]
@@ -152,19 +154,35 @@ def _own(path: Path, record: _Json) -> _Json:
 
     model, messages, options = read_saved(path)
     check_options(options)
-    messages = _list(record.get("branches")) or messages
     return {**record, "model": model, "messages": messages, "options": options}
 
 
 def _open_webui(chat: _Json) -> _Json:
     history = _dict(chat.get("history"))
+    messages = [*_dict(history.get("messages")).values()] or _list(chat.get("messages"))
     return {
         "title": chat.get("title"),
         "system": _dict(chat.get("params")).get("system"),
         "model": next(iter(_list(chat.get("models"))), ""),
-        "messages": [*_dict(history.get("messages")).values()] or chat.get("messages"),
+        "messages": [_open_webui_message(_dict(message)) for message in messages],
         "current": history.get("currentId"),
     }
+
+
+def _open_webui_message(message: _Json) -> _Json:
+    """Thoughts and calls are items of ``output``, in older exports folds in the text."""
+    text = _text(message.get("content"))
+    said: dict[str, list[str]] = {"message": [], "reasoning": []}
+    for item in map(_dict, _list(message.get("output"))):
+        said.setdefault(_text(item.get("type")), []).append(_joined(item))
+    for fold in _FOLD.finditer(text) if not message.get("output") else ():
+        lines = html.unescape(fold[2]).strip().splitlines()
+        unquoted = "\n".join(re.sub("^> ?", "", line) for line in lines)
+        said.setdefault(fold[1], []).append(unquoted)
+    text = _FOLD.sub("", text) or "\n".join(said.pop("message"))
+    thinking = "\n\n".join(said.pop("reasoning"))
+    calls: list[_Json] = [{} for kind, each in said.items() if kind != "message" for _ in each]
+    return {**message, "content": [text, *calls], "thinking": thinking}
 
 
 def _chatgpt(item: _Json) -> _Json:
@@ -215,7 +233,7 @@ def _lm_studio(item: _Json) -> _Json:
                     "parent": last,
                     "role": version.get("role"),
                     "content": parts,
-                    "thinking": "\n\n".join(_text(_dict(each).get("text")) for each in thoughts),
+                    "thinking": _joined({"content": thoughts}, "\n\n"),
                     "created": item.get("createdAt"),
                 }
             )
@@ -253,7 +271,10 @@ class _Sheet:
         self._archive, self._left = archive, left
         self._title = _text(about.get("title", about.get("name"))).strip()
         self._model = _text(item.get("model"))
-        self._options = _dict(item.get("options"))
+        self._options: _Json = {}
+        with suppress(OptionError):
+            check_options(options := _dict(item.get("options")))
+            self._options = options
         systems, last = [_text(item.get("system"))], ""
         self._messages: dict[str, _Message] = {}
         for number, each in enumerate(map(_dict, _list(item.get("messages"))), 1):
@@ -311,11 +332,13 @@ class _Sheet:
                 )
                 keep_pictures(connection, number, pictures)
                 numbers[message.id] = number
-                self._title = self._title or title_of(content)
+                follow = "UPDATE turn SET next = ? WHERE id = ?"  # where its branch is shown
+                connection.execute(follow, (number, above))
+                self._title = self._title or content
             shown = numbers.get(self._current) or max(filter(None, numbers.values()), default=None)
             if shown is not None:
                 conversation._show(connection, shown)
-            conversation.set(title=self._title)
+            conversation.set(title=title_of(self._title))
             change = "UPDATE conversation SET created = ?, updated = ? WHERE id = ?"
             times = times or [conversation.created]
             connection.execute(change, (min(times), max(times), conversation.id))
@@ -336,7 +359,8 @@ class _Sheet:
         return {"tool_calls": message.calls} if message.calls else {}
 
     def _content(self, message: _Message, thought: str) -> tuple[str, list[KeptPicture]]:
-        text = f"{OPEN}{thought}{CLOSE}\n\n" if thought else ""
+        thinks = thought and message.role == "assistant"
+        text = f"{OPEN}{thought}{CLOSE}\n\n" if thinks else ""
         pictures = []
         for part in message.parts:
             text += part.get("text", "")
@@ -409,6 +433,11 @@ def _part(part: Any) -> _Json:
         ):
             return {"image": picture, "name": _text(part.get("name"))}
     return {}
+
+
+def _joined(item: _Json, gap: str = "") -> str:
+    """The texts of an item's content."""
+    return gap.join(_text(_dict(part).get("text")) for part in _list(item.get("content")))
 
 
 def _is_call(call: object) -> bool:

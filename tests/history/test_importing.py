@@ -14,13 +14,13 @@ from localrt import Conversation, History, StorageError
 from localrt.history import importing
 from localrt.history.export import as_json
 from tests.history.test_history import history
-from tests.mutations import is_line, mutated, refusal
+from tests.mutations import changed, is_line, mutated, refusal
 from tests.picture_files import READ
 
 __all__ = ["history"]  # a fixture
 
 EXPORTS = Path(__file__).parents[1] / "data" / "exports"
-NOT_TEXT = "parts that are neither text nor pictures: 1"
+NOT_TEXT = "parts that are neither text nor pictures"
 NO_PICTURE = "pictures that are not in the file: 1"
 RESULTS = "calls and results of tools: 1"
 # file: titles; turns of all branches, and those shown as role, thought and text; what is left out
@@ -29,7 +29,7 @@ FILES: dict[str, tuple[list[str], int, list[str], tuple[str, ...]]] = {
         ["Capital of France?", "What is this?"],
         4,
         ["user What is this?", "assistant ", "tool red", "assistant (It says red.) A red dot."],
-        (NO_PICTURE, NOT_TEXT),
+        (NO_PICTURE, f"{NOT_TEXT}: 1"),
     ),
     "chatgpt.json": (
         ["Slow query"],
@@ -63,7 +63,24 @@ FILES: dict[str, tuple[list[str], int, list[str], tuple[str, ...]]] = {
             "tool 8 knots",
             "assistant Beagle",
         ],
-        (NOT_TEXT,),
+        (f"{NOT_TEXT}: 1",),
+    ),
+    "open_webui.json": (
+        ["Tea"],
+        5,
+        [
+            "user How long does tea steep?",
+            "assistant (Thought number 1.\nIt has <two> lines.) Answer 1 with a < sign.",
+            "user And coffee?",
+            "assistant (Thought number 3.\nIt has <two> lines.) Answer 3 with a < sign.",
+        ],
+        (),
+    ),
+    "open_webui_folds.json": (
+        ["New", "Greeting"],
+        3,
+        ["user hi", "assistant (A <b>.\nSecond.) Hello!"],
+        (f"{NOT_TEXT}: 3",),
     ),
 }
 FILES["llama_cpp_2025.json"] = FILES["llama_cpp.jsonl"]
@@ -92,15 +109,27 @@ def test_facts(history: History) -> None:
     of = {name: history.load_file(EXPORTS / name).conversations[-1] for name in FILES}
     assert of["tea.conversation.json"].system == "You know tea."
     assert of["llama_cpp.jsonl"].system == "Answer in one word."
-    assert [each.model for each in of.values()][1:4] == ["gpt-5", "qwen3-4b", "smollm2"]
+    assert of["open_webui_folds.json"].system == "S"
+    models = [each.model for each in of.values()]
+    assert models == ["", "gpt-5", "qwen3-4b", "smollm2", "scripted", "llama3", "smollm2"]
     assert of["tea.conversation.json"].created == 1727347312.345
     assert of["chatgpt.json"].updated == 1736209450.0
-    for name in ("openai.jsonl", "llama_cpp.jsonl"):
+    for name in ("openai.jsonl", "llama_cpp.jsonl", "open_webui_folds.json"):
         (picture,) = of[name].turns[0].pictures
         assert (picture.width, picture.data[:4]) == (1, b"\x89PNG")
     call, result = of["llama_cpp_2025.json"].turns[1:3]
     assert result.info["tool_call_id"] == call.info["tool_calls"][0]["id"]
     assert (result.info["title"], result.info["arguments"]) == ("speed", '{"ship": "Beagle"}')
+
+
+def test_another_branch_is_shown_to_its_end(history: History, tmp_path: Path) -> None:
+    document = json.loads((EXPORTS / "chatgpt.json").read_text("utf-8"))
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(changed(document, [((0, "current_node"), "a0")])))
+    talk = history.load_file(path).conversations[0]
+    assert shown(talk)[1:] == ["assistant Nothing."]
+    talk.show(next(each for each in talk.siblings(talk.turns[1].id) if each != talk.turns[1].id))
+    assert shown(talk) == FILES["chatgpt.json"][2]
 
 
 def test_archive_with_pictures(history: History, tmp_path: Path) -> None:
