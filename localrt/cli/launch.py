@@ -28,7 +28,7 @@ from localrt.cli.help import Examples
 from localrt.cli.loading import served_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags
 from localrt.client.answer import ListedModel
-from localrt.client.model import models_of
+from localrt.client.model import load_at, models_of
 from localrt.client.programs import PROGRAMS, ClientProgram, Start, find_program, start_of
 from localrt.client.servers import LocalServer, local_servers
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
@@ -86,13 +86,17 @@ def run(args: argparse.Namespace) -> int:
     serve = ["serve", model.name, *([] if args.ctx is None else ["--ctx", str(args.ctx)])]
 
     def start(server: LocalServer, folder: str, key: str | None) -> Start:
-        ctx = args.ctx or model.ctx or 32768  # of a server's, not known before it is loaded
+        ctx = min(filter(None, (args.ctx, model.ctx)), default=0)
+        if not ctx and "$ctx" in str(program):
+            raise OptionError(f"the context of {model.name} is not known: give --ctx TOKENS")
         made = start_of(program, server.url, model.name, ctx=ctx, key=key, folder=Path(folder))
         made.command.extend(args.arguments)
         return made
 
     if args.print:
         print(f"# {model.name}: {why}")
+        if server is None or model.state != "loaded":
+            model = replace(model, ctx=_fitting(model, settings))
         if server is None:
             port = program.port or 8080
             print(system.join(["localrt", *serve, "--port", str(port)]), "&")
@@ -106,6 +110,8 @@ def run(args: argparse.Namespace) -> int:
         if server is None:
             server = stack.enter_context(_started(serve, program.port, settings))
             model = models_of(server)[0]
+        elif model.state != "loaded":  # its context is not known before
+            model = load_at(server, model.name)
         least = program.tokens + _ROOM
         if 0 < model.ctx < least:
             has = f"{model.name} has a context of {model.ctx:,} tokens"
@@ -163,9 +169,19 @@ def _choose(args: argparse.Namespace, program: ClientProgram, settings: Settings
     served = served_model(chosen[1].name, settings, servers)
     if served is None or 0 < served[1].ctx < (args.ctx or 0):
         return chosen
-    server, each = served  # its context is not known before it is loaded
+    server, each = served
     each = replace(each, ctx=each.ctx or chosen[1].ctx)
     return server, each, f"{chosen[2]}, of the server at {server.url}"
+
+
+def _fitting(model: ListedModel, settings: Settings) -> int:
+    """The context that a model will have once it is loaded, as far as the planner can tell."""
+    from localrt.planning.models import find_model
+    from localrt.planning.recommend import fitting_context
+
+    with suppress(LocalrtError, OSError):
+        return fitting_context(find_model(model.name, settings, offline=True), settings)
+    return model.ctx
 
 
 def _best(program: ClientProgram, settings: Settings, least: int) -> _Choice:

@@ -114,6 +114,22 @@ def models_of(server: LocalServer) -> list[ListedModel]:
     return list_remote(read_address(server.url, server.key), look=look)
 
 
+def load_at(server: LocalServer, name: str) -> ListedModel:
+    """Have a server of this machine load a model, and return it with the context that it has then.
+
+    Raises:
+        LocalrtError: it does not answer, or cannot load the model.
+    """
+    address = read_address(server.url, server.key)
+    body = json.dumps({"model": name, "stream": False}).encode()
+    with Exchange(address, "POST", "/api/generate", body, look=lambda: None) as exchange:
+        head = exchange.head()
+        text = exchange.read(_LONGEST_REFUSAL)
+    if head.status_code != 200:
+        raise refusal(address, head.status_code, head.headers, text)
+    return next(each for each in models_of(server) if each.name == name)
+
+
 def _chosen(
     address: Address, name: str | None, listed: Sequence[ListedModel]
 ) -> tuple[ListedModel, tuple[str, ...]]:

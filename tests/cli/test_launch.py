@@ -251,6 +251,26 @@ def test_a_server_with_too_little_room_is_not_used(
         assert b"tiny has a context of 512 tokens, Claude Code needs 22,845" in result.stderr
 
 
+@pytest.mark.slow
+def test_the_context_that_is_written_is_the_loaded_one(
+    folder: Path, programs: dict[str, str]
+) -> None:
+    use(folder, programs)
+    told = localrt("launch", "opencode", "--model", folder, "--print", env=programs).stdout
+    assert b'"context": 32768' in told
+    told = localrt("launch", "opencode", "--model", "org/unknown", "--print", env=programs)
+    assert b"give --ctx TOKENS" in told.stderr
+    serve = [*LOCALRT, "serve", "--port", "0", "--ctx", "2048", "--quiet"]
+    piped = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE}
+    with subprocess.Popen(serve, env=programs, **piped) as server:  # of all models here
+        assert server.stdout is not None
+        server.stdout.readline()
+        result = localrt("launch", "opencode", "--model", folder, env=programs)
+        server.terminate()
+    assert result.returncode == 0, result.stderr
+    assert '"context": 2048' in recorded(programs)["variables"]["OPENCODE_CONFIG_CONTENT"]
+
+
 def test_programs_that_are_not_installed(home: dict[str, str], tmp_path: Path) -> None:
     env = {**home, "PATH": str(tmp_path)}
     assert_one_line(localrt("launch", "claude", env=env), 1, "npm install -g @anthropic-ai/claude")
