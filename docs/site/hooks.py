@@ -1,4 +1,4 @@
-"""What the site has besides this folder: the pages of the root, and the reference of the API."""
+"""What the site has besides the docs: the pages of the root, and the reference of the API."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 
 import localrt
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = {path.name: path.name for path in ROOT.glob("*.md")} | {"README.md": "index.md"}
 
 

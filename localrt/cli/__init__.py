@@ -41,6 +41,7 @@ COMMANDS = {
     "bench": "measure engines side by side on one model",
     "eval": "measure how well a model predicts a text",
     "doctor": "show this machine, what is installed and what is missing",
+    "help": "show a page of the documentation",
     "completion": "print a shell script that completes localrt's commands",
 }
 
@@ -61,6 +62,7 @@ _NO_COMMAND = (
     "what this PC runs well, `localrt --help` lists the commands"
 )
 _BROKEN_PIPE = 141
+_FILES = {"help": "pages"}  # of commands whose files have other names
 
 
 def build_parser(*, complete: bool = False) -> HelpfulParser:
@@ -167,4 +169,4 @@ def _open_streams() -> Iterator[None]:
 
 
 def _command(name: str) -> ModuleType:
-    return import_module(f"localrt.cli.{name}")
+    return import_module(f"localrt.cli.{_FILES.get(name, name)}")

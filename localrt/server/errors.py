@@ -41,7 +41,7 @@ _ANTHROPIC_TYPES = {**_TYPES, 413: "request_too_large", 501: "api_error", 503: "
 
 ANTHROPIC_HEADER = "anthropic-version"  # sent by Anthropic's clients, even to list models
 
-_NO_PATH = "there is nothing at this path: docs/server.md lists what this server answers"
+_NO_PATH = "there is nothing at this path: `localrt help server` lists what this server answers"
 
 # A path from a root or home folder, up to its last part. Names may contain spaces.
 _FOLDERS = re.compile(

@@ -5,15 +5,18 @@ out.
 from __future__ import annotations
 
 import argparse
+import ast
 import io
 import re
 import shlex
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
-from localrt.cli import COMMANDS, build_parser, completion
+import localrt
+from localrt.cli import COMMANDS, build_parser, completion, main
 from localrt.cli.help import HelpfulParser, ProgressLine, describe
 from localrt.common.progress import Progress
 
@@ -115,6 +118,39 @@ def test_the_rate_counts_this_run_only() -> None:
     text = describe(step, first=40_000_000, elapsed_s=2.0)
     assert text == "downloading model.gguf  61 %  60 MB of 98 MB  10 MB/s  4 s left"
     assert describe(Progress("download", 5_000_000, None, "bytes", "w"), 0, 1.0).endswith("5 MB/s")
+
+
+def test_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    listed = capsys.readouterr().out
+    for name in ("server", "usage", "faq"):
+        assert re.search(rf"^{name} +[A-Z]|^{name} +localrt", listed, re.MULTILINE), name
+        assert main(["help", name]) == 0
+        text = capsys.readouterr().out
+        assert text.startswith("# ")
+        assert "](" not in re.sub(r"\]\((http|\.\.|#|\w+\.svg|pictures)", "", text)
+        assert "<!--" not in text
+    with pytest.raises(SystemExit):
+        main(["help", "run"])
+    assert "--max-tokens" in capsys.readouterr().out
+    assert main(["help", "nothing"]) == 2
+    assert "`localrt help` lists them" in capsys.readouterr().err
+
+
+def test_messages_name_no_files_of_the_documentation() -> None:
+    """Who installed a wheel has none."""
+    root = Path(localrt.__file__).parents[1]
+    named = []
+    for room in ("localrt", "models", "offload", "quant", "speculative", "tui"):
+        for path in (root / room).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            docs = {
+                ast.get_docstring(n, False) for n in ast.walk(tree) if isinstance(n, documented)
+            }
+            texts = {n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)} - docs
+            named += [text for text in texts if isinstance(text, str) and "docs/" in text]
+    assert named == []
 
 
 def _script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
