@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import html
 import re
+import sqlite3
 import zipfile
 import zlib
 from collections import Counter, defaultdict
@@ -34,7 +35,7 @@ from localrt.history.presets import check_options
 
 _MOST_UNPACKED = 1 << 30  # bytes of all texts in a ZIP file
 _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
-_ROLES = ("user", "assistant")
+_ROLES, _SYSTEM = ("user", "assistant"), ("system", "developer")
 _LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
 _PICTURES = "pictures that are not in the file"
 _OTHERS = "parts that are neither text nor pictures"
@@ -43,6 +44,11 @@ _FOLD = re.compile(
     r'<details type="(\w+)"[^>]*>\s*(?:<summary>.*?</summary>)?(.*?)</details>\s*', re.DOTALL
 )
 _CITATION = re.compile("\ue200.*?\ue201", re.DOTALL)  # ChatGPT's
+_DATED = """
+    UPDATE conversation SET title = ?, (created, updated) =
+        (SELECT min(created), max(created) FROM turn WHERE turn.conversation = conversation.id)
+    WHERE id = ?
+"""
 _Json = dict[str, Any]
 
 
@@ -64,14 +70,13 @@ def load_file(new: Callable[..., Conversation], path: Path) -> LoadedFile:
             items = [_own(path, record)]
         else:
             items = [each for document in documents for each in _items(document)]
-        sheets = [_Sheet(each, archive, left) for each in items]
-        sheets = [sheet for sheet in sheets if sheet.has_turns]
-        if not sheets:
-            raise StorageError(
-                f"{path} is not a saved chat, and no export of ChatGPT, LM Studio, llama.cpp or "
-                "Open WebUI that has messages"
-            )
-        conversations = tuple(sheet.write(new) for sheet in sheets)
+        written = [_written(new, item, archive, left) for item in items]
+    conversations = tuple(each for each in written if each is not None)
+    if not conversations:
+        raise StorageError(
+            f"{path} is not a saved chat, and no export of ChatGPT, LM Studio, llama.cpp or Open "
+            "WebUI that has messages"
+        )
     return LoadedFile(conversations, tuple(f"{what}: {count}" for what, count in (+left).items()))
 
 
@@ -263,129 +268,138 @@ class _Message:
     call_id: str
 
 
-class _Sheet:
-    """A conversation to be written. What of it is left out is counted in ``left``."""
-
-    def __init__(self, item: _Json, archive: zipfile.ZipFile | None, left: Counter[str]) -> None:
-        about = _dict(item.get("conv")) or item
-        self._archive, self._left = archive, left
-        self._title = _text(about.get("title", about.get("name"))).strip()
-        self._model = _text(item.get("model"))
-        self._options: _Json = {}
-        with suppress(OptionError):
-            check_options(options := _dict(item.get("options")))
-            self._options = options
-        systems, last = [_text(item.get("system"))], ""
-        self._messages: dict[str, _Message] = {}
-        for number, each in enumerate(map(_dict, _list(item.get("messages"))), 1):
-            message = _message(each, number, last)
-            if message.role in ("system", "developer"):
-                systems += [part.get("text", "") for part in message.parts]
-                message.parts = []
-            self._model = self._model or _text(each.get("model"))
-            self._messages[message.id] = message
-            last = message.id
-        self._system = "\n\n".join(filter(None, systems)) or None
-        self._current = str(about.get("currNode") or about.get("current") or last)
-
-    @property
-    def has_turns(self) -> bool:
-        """Whether anybody said anything."""
-        return any(each.parts and each.role in _ROLES for each in self._messages.values())
-
-    def write(self, new: Callable[..., Conversation]) -> Conversation:
-        """Write it; its turns in one transaction."""
-        children: dict[str | None, list[_Message]] = defaultdict(list)
-        for message in self._messages.values():
-            known = message.parent in self._messages
-            children[message.parent if known else None].append(message)
-        calls = {c["id"]: c["function"] for each in self._messages.values() for c in each.calls}
-        conversation = new(model=self._model, system=self._system, options=self._options)
-        numbers: dict[str, int | None] = {}  # of a message's turn, or the one above it
-        thoughts: dict[str, str] = {}  # that precede the answer which follows a message
-        times = []
-        waiting = children[None][::-1]
-        with conversation._database.transaction() as connection:
-            while waiting:
-                message = waiting.pop()
-                waiting += children[message.id][::-1]
-                above, before = numbers.get(message.parent), thoughts.get(message.parent)
-                numbers[message.id] = above
-                info = self._info(message, calls)
-                thought = "\n\n".join(filter(None, (before, message.thought)))
-                if info is None or not (message.parts or info or not children[message.id]):
-                    thoughts[message.id] = thought
-                    continue
-                content, pictures = self._content(message, thought)
-                created = message.created or conversation.created
-                times.append(created)
-                number = insert(
-                    connection,
-                    "turn",
-                    conversation=conversation.id,
-                    parent=above,
-                    role=message.role,
-                    content=content,
-                    state="done",
-                    created=created,
-                    info=stored_info(info, pictures),
-                )
-                keep_pictures(connection, number, pictures)
-                numbers[message.id] = number
-                follow = "UPDATE turn SET next = ? WHERE id = ?"  # where its branch is shown
-                connection.execute(follow, (number, above))
-                self._title = self._title or content
-            shown = numbers.get(self._current) or max(filter(None, numbers.values()), default=None)
-            if shown is not None:
-                conversation._show(connection, shown)
-            conversation.set(title=title_of(self._title))
-            change = "UPDATE conversation SET created = ?, updated = ? WHERE id = ?"
-            times = times or [conversation.created]
-            connection.execute(change, (min(times), max(times), conversation.id))
-        return conversation
-
-    def _info(self, message: _Message, calls: Mapping[str, _Json]) -> dict[str, object] | None:
-        """What the turn of a message keeps besides its content; None if it is no turn."""
-        if message.role == "tool" and message.call_id in calls:
-            function = calls[message.call_id]
-            title = {"tool_call_id": message.call_id, "title": function.get("name", "")}
-            return {**title, "arguments": function.get("arguments", "")}
-        if message.role not in _ROLES:
-            kind = _CALLS if message.role == "tool" else f"messages of role {message.role:.20}"
-            self._left[kind] += bool(message.parts) or message.role == "tool"
-            return None
-        if not (message.parts or message.thought or message.calls):
-            return None
-        return {"tool_calls": message.calls} if message.calls else {}
-
-    def _content(self, message: _Message, thought: str) -> tuple[str, list[KeptPicture]]:
-        thinks = thought and message.role == "assistant"
-        text = f"{OPEN}{thought}{CLOSE}\n\n" if thinks else ""
-        pictures = []
-        for part in message.parts:
-            text += part.get("text", "")
-            picture = self._picture(part, len(text)) if "image" in part else None
-            if picture is not None:
-                pictures.append(picture)
-            elif "text" not in part:
-                self._left[_PICTURES if "image" in part else _OTHERS] += 1
-        return text, pictures
-
-    def _picture(self, part: _Json, place: int) -> KeptPicture | None:
-        """The picture in a data URI, or in the archive."""
-        source, name = part["image"], part["name"]
-        try:
-            if source.startswith("data:"):
-                return read_picture(source, name=name, place=place)
-            id = source.rpartition("/")[2]
-            archive = self._archive if id else None
-            for member in () if archive is None else archive.namelist():
-                if archive is not None and id in member:
-                    data = _member(archive, member, LARGEST_PICTURE)
-                    return read_picture(data, name=Path(member).name, place=place)
-        except (OptionError, OSError, *_DAMAGED_ZIP):
-            pass
+def _written(
+    new: Callable[..., Conversation],
+    item: _Json,
+    archive: zipfile.ZipFile | None,
+    left: Counter[str],
+) -> Conversation | None:
+    """Write a conversation in OpenAI's form, its turns in one transaction; None if it has none."""
+    about, entries = _dict(item.get("conv")) or item, [*map(_dict, _list(item.get("messages")))]
+    messages: dict[str, _Message] = {}
+    last = ""
+    for number, entry in enumerate(entries, 1):
+        message = _message(entry, number, last)
+        messages[message.id], last = message, message.id
+    if not any(each.parts and each.role in _ROLES for each in messages.values()):
         return None
+    options = _dict(item.get("options"))
+    try:
+        check_options(options)
+    except OptionError:
+        options = {}
+    said = [each.parts for each in messages.values() if each.role in _SYSTEM]
+    systems = [_text(item.get("system")), *(part.get("text", "") for each in said for part in each)]
+    conversation = new(
+        model=next(filter(None, (_text(each.get("model")) for each in (item, *entries))), ""),
+        system="\n\n".join(filter(None, systems)) or None,
+        options=options,
+    )
+    with conversation._database.transaction() as connection:
+        numbers = _write_turns(connection, conversation, messages, archive, left)
+        shown = numbers.get(str(about.get("currNode") or about.get("current") or last))
+        shown = shown or max(filter(None, numbers.values()), default=None)
+        if shown is None:  # the messages follow each other in a circle
+            return None
+        conversation._show(connection, shown)
+        title = _text(about.get("title", about.get("name"))).strip()
+        title = title_of(title or conversation.turns[0].content)
+        connection.execute(_DATED, (title, conversation.id))
+    return conversation
+
+
+def _write_turns(
+    connection: sqlite3.Connection,
+    conversation: Conversation,
+    messages: Mapping[str, _Message],
+    archive: zipfile.ZipFile | None,
+    left: Counter[str],
+) -> dict[str, int | None]:
+    """Write the turns, parents first. For each message the number of its turn, or of the one above
+    it.
+    """
+    children: dict[str | None, list[_Message]] = defaultdict(list)
+    for message in messages.values():
+        children[message.parent if message.parent in messages else None].append(message)
+    calls = {call["id"]: call["function"] for each in messages.values() for call in each.calls}
+    numbers: dict[str, int | None] = {}
+    thoughts: dict[str, str] = {}  # that precede the answer which follows a message
+    waiting = children[None][::-1]
+    while waiting:
+        message = waiting.pop()
+        waiting += children[message.id][::-1]
+        above = numbers[message.id] = numbers.get(message.parent)
+        before = thoughts.get(message.parent)
+        thought = "\n\n".join(filter(None, (before, message.thought)))
+        info = _info(message, calls, left)
+        if info is None or not (message.parts or info or not children[message.id]):
+            thoughts[message.id] = thought
+            continue
+        content, pictures = _content(message, thought, archive, left)
+        number = numbers[message.id] = insert(
+            connection,
+            "turn",
+            conversation=conversation.id,
+            parent=above,
+            role=message.role,
+            content=content,
+            state="done",
+            created=message.created or conversation.created,
+            info=stored_info(info, pictures),
+        )
+        keep_pictures(connection, number, pictures)
+        # So that each branch is shown to its end.
+        connection.execute("UPDATE turn SET next = ? WHERE id = ?", (number, above))
+    return numbers
+
+
+def _info(
+    message: _Message, calls: Mapping[str, _Json], left: Counter[str]
+) -> dict[str, object] | None:
+    """What the turn of a message keeps besides its content; None if it is no turn."""
+    if message.role == "tool" and message.call_id in calls:
+        function = calls[message.call_id]
+        title = {"tool_call_id": message.call_id, "title": function.get("name", "")}
+        return {**title, "arguments": function.get("arguments", "")}
+    if message.role not in _ROLES:
+        kind = _CALLS if message.role == "tool" else f"messages of role {message.role:.20}"
+        left[kind] += message.role == "tool" or bool(message.parts and message.role not in _SYSTEM)
+        return None
+    if not (message.parts or message.thought or message.calls):
+        return None
+    return {"tool_calls": message.calls} if message.calls else {}
+
+
+def _content(
+    message: _Message, thought: str, archive: zipfile.ZipFile | None, left: Counter[str]
+) -> tuple[str, list[KeptPicture]]:
+    thinks = thought and message.role == "assistant"
+    text = f"{OPEN}{thought}{CLOSE}\n\n" if thinks else ""
+    pictures = []
+    for part in message.parts:
+        text += part.get("text", "")
+        picture = _picture(part, len(text), archive) if "image" in part else None
+        if picture is not None:
+            pictures.append(picture)
+        elif "text" not in part:
+            left[_PICTURES if "image" in part else _OTHERS] += 1
+    return text, pictures
+
+
+def _picture(part: _Json, place: int, archive: zipfile.ZipFile | None) -> KeptPicture | None:
+    """The picture in a data URI, or in the archive."""
+    source, name = part["image"], part["name"]
+    try:
+        if source.startswith("data:"):
+            return read_picture(source, name=name, place=place)
+        id = source.rpartition("/")[2]
+        for member in archive.namelist() if archive is not None and id else ():
+            if archive is not None and id in member:
+                data = _member(archive, member, LARGEST_PICTURE)
+                return read_picture(data, name=Path(member).name, place=place)
+    except (OptionError, OSError, *_DAMAGED_ZIP):
+        pass
+    return None
 
 
 def _message(each: _Json, number: int, last: str) -> _Message:

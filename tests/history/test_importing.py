@@ -193,6 +193,9 @@ def test_other_files(history: History, tmp_path: Path, data: bytes) -> None:
     path.write_bytes(data)
     with pytest.raises(StorageError, match="is not a saved chat"):
         history.load_file(path)
+    path.write_text('[{"role": "user", "content": "q", "id": "a", "parent": "a"}]')
+    with pytest.raises(StorageError, match="is not a saved chat"):
+        history.load_file(path)
     with pytest.raises(StorageError, match="does not exist"):
         history.load_file(tmp_path / "b.json")
 
