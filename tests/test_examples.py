@@ -198,7 +198,7 @@ def run_cells(cells: list[str], path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     names: dict[str, Any] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(io.StringIO()):
         for cell in cells:
-            exec(compile(cell, "cell", "exec"), names)
+            exec(compile(cell, "cell", "exec", dont_inherit=True), names)
 
 
 def test_the_examples_use_the_public_names_alone() -> None:

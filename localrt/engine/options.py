@@ -298,8 +298,9 @@ def schema_of(value: Any) -> Any:
 
 def _schema_text(value: object) -> str:
     """Return the JSON text of a schema in any of its forms."""
+    schema = schema_of(value)
     try:
-        schema = json.loads(value) if isinstance(value, str) else schema_of(value)
+        schema = json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(schema, ensure_ascii=False)
     except RecursionError as error:
         raise OptionError(f"{option('json_schema')} is nested too deeply") from error

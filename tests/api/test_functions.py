@@ -245,7 +245,7 @@ def test_names_are_completed_and_listed() -> None:
     assert names <= set(dir(localrt))
     completer = rlcompleter.Completer({"localrt": localrt})
     assert completer.complete("localrt.DocumentI", 0) == "localrt.DocumentIndex("
-    told = pydoc.render_doc(localrt)
+    told = pydoc.plain(pydoc.render_doc(localrt))
     assert all(name in told for name in names)
     with pytest.raises(AttributeError, match="no attribute 'Modle'"):
         _ = localrt.Modle  # type: ignore[attr-defined]
