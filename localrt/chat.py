@@ -419,14 +419,15 @@ class ChatSession:
         """Like ``stream``, but return the whole answer.
 
         With ``run_tools`` the functions of ``tools`` that it calls are run, and the model goes on
-        with their results until it calls none, at most 20 times; what a function raises ends it.
+        with their results until it calls none, at most 20 times; what a function raises ends it. A
+        ``tool_choice`` is for the first answer alone.
         """
         answer = self._joined(self.stream(text, **options), options)
         for _ in range(ROUNDS if run_tools else 0):
             if not (results := run(answer, options.get("tools") or self.tools)):
                 break
             self.messages += results
-            options |= {"images": (), "files": ()}
+            options |= {"images": (), "files": (), "tool_choice": "auto"}
             answer = self._joined(self.stream(**options), options)
         return answer
 
@@ -449,7 +450,7 @@ class ChatSession:
             if not (results := await asyncio.to_thread(run, answer, tools, loop)):
                 break
             self.messages += results
-            options |= {"images": (), "files": ()}
+            options |= {"images": (), "files": (), "tool_choice": "auto"}
             answer = self._joined([each async for each in self.astream(**options)], options)
         return answer
 
