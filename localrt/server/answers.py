@@ -230,7 +230,7 @@ class ConversationAnswer:
 
     async def _run(self) -> tuple[list[CallTurn], AnswerWriter | None]:
         state, info, calls = "done", dict[str, Any](), tuple[ToolCall, ...]()
-        chunk, full = None, False
+        full = False
         try:
             await self._working
         except asyncio.CancelledError:

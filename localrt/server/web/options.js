@@ -71,7 +71,8 @@ async function saveOptions() {
 async function loadPresets() {
   const found = await api("v1/presets").catch(() => ({ data: [], default: {} }));
   presets = found.data;
-  optionsForm.preset.replaceChildren(...["", ...presets.map(({ name }) => name)].map((name) => h("option", {}, name)));
+  const first = h("option", { value: "" }, presets.length ? "choose one" : "none yet");
+  optionsForm.preset.replaceChildren(first, ...presets.map(({ name }) => h("option", {}, name)));
   try { chat.draft = JSON.parse(stored("options")) || found.default; } catch { chat.draft = found.default; }
   if (!chat.id) draw();
 }
