@@ -32,7 +32,6 @@ def to_html(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mach
     known = facts(machine)
     versions: Any = known["versions"]
     notes = [
-        *outcome.heading.splitlines(),
         layout.heading,
         f"{format_bytes(machine.memory.total)} of RAM, {machine.system}",
         ", ".join(f"{package} {version}" for package, version in versions.items()),

@@ -148,11 +148,11 @@ class LoadedEngine:
 
         return int(device_of(info.device).peak_nbytes)
 
-    def gpu_use(self, prompt: list[int]) -> dict[str, object]:
-        """Return the fields of a ``GpuUse``, measured after ``prompt``."""
-        from localrt.bench.gpu import gpu_use
+    def busy_shares(self, prompt: list[int]) -> dict[str, float]:
+        """Return the busy share of each resource, measured after ``prompt``."""
+        from localrt.bench.gpu import busy_shares
 
-        return asdict(gpu_use(self._model, prompt))
+        return busy_shares(self._model, prompt)
 
     def trace_events(self) -> Iterator[dict[str, object]]:
         """Yield the latest tasks; the first call starts recording. Empty without a pipeline."""
@@ -332,9 +332,9 @@ class ChildHandlers:
         """Free memory left by earlier prompts, so that it does not count for later ones."""
         self._engine.free()
 
-    def gpu_use(self, prompt: list[int]) -> dict[str, object]:
-        """Return the fields of a ``GpuUse``."""
-        return self._engine.gpu_use(prompt)
+    def busy_shares(self, prompt: list[int]) -> dict[str, float]:
+        """Return the busy share of each resource."""
+        return self._engine.busy_shares(prompt)
 
     def trace(self) -> list[dict[str, Any]]:
         """Return the pipeline's tasks since the first call, in seconds."""

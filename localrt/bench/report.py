@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from localrt import system
-from localrt.bench.gpu import use_line
+from localrt.bench.gpu import busy_line
 from localrt.bench.runner import on_gpu
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
@@ -53,7 +53,7 @@ def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
     return {
         "prompt_tokens": options.workload.prompt_tokens,
         "tokens": options.workload.tokens,
-        "runs": 0 if outcome.forecast else options.workload.runs,
+        "runs": options.workload.runs,
         "long_prompt_tokens": options.workload.long_prompt_tokens,
         **{name: getattr(options, name) for name in _OPTIONS},
         "interleaved": outcome.interleaved,
@@ -73,7 +73,6 @@ def to_json(outcome: Outcome, options: BenchOptions) -> dict[str, object]:
             for result in outcome.results
         ],
         "skipped": [asdict(skip) for skip in outcome.skipped],
-        **(outcome.forecast or {}),
     }
 
 
@@ -94,22 +93,18 @@ def lay_out(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mach
     """Return a run's texts. ``options`` are those of a sweep before one of them is varied."""
     best, varied = _best(outcome), outcome.varied
     work, results = options.workload, outcome.results
-    measured = any(result.samples for result in results)
     devices = {_device(result) for result in results}
     peers = {_device(result) for result in results if _is_baseline(result)}
     both = any(not _is_baseline(r) and _device(r) in peers for r in results)
     compare = both and not outcome.busy  # other programs slow engines unequally
     several = {r.engine for r in results if best.get(r.engine, r) is not r}
 
-    def engine(result: Result) -> str:
-        return result.engine + (" (simulated)" if result.metrics.get("simulated") else "")
-
     def setting(result: Result) -> str:
         star = result.engine in several and best[result.engine] is result
         streamed = varied == "model" and result.info.get("streamed")
         return result.setting + (" *" if star else ", streamed" if streamed else "")
 
-    names = [("engine", engine), ("setting", setting)]
+    names = [("engine", lambda result: result.engine), ("setting", setting)]
     if varied:
         names = [(varied.replace("_", "-"), setting)]
     columns: list[tuple[str, Callable[[Result], str]]] = [
@@ -121,7 +116,7 @@ def lay_out(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mach
         ("TTFT", lambda r: format_seconds(r.metrics["ttft_s"])),
         *_details(results, {"long_ttft_s": (f"TTFT of {work.long_prompt_tokens}", _time)}),
         ("peak RAM", lambda r: _size(r.metrics["peak_ram_bytes"])),
-        *_details(results, _ON_GPU, measured and "GPU" in devices),
+        *_details(results, _ON_GPU, "GPU" in devices),
     ]
     rows = [[cell(result) for _, cell in columns] for result in results]
     rows += [_row_of(skip, varied) for skip in outcome.skipped]
@@ -132,11 +127,8 @@ def lay_out(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mach
     if varied == "batch":
         notes.append("batch: answers at a time; decode tok/s is that of all together")
     for result in results:
-        if result.metrics.get("helps"):
-            which = setting(result) if varied else engine(result)
-            notes.append(f"{which}: {use_line(result.metrics)}")
-    if any(result.metrics.get("simulated") for result in results):
-        notes.append("simulated: predicted for a GPU, not measured on one")
+        if busy := result.metrics.get("busy"):
+            notes.append(f"{setting(result) if varied else result.engine}: {busy_line(busy)}")
     heading = _heading(outcome, options, name, machine)
     headers = [header for header, _ in columns]
     said = "\n".join([heading, *headers, *(cell for row in rows for cell in row), *notes])
@@ -153,8 +145,7 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     """Return the run as a table for people."""
     layout = lay_out(outcome, options, name=name, machine=machine)
     align = ("l" if outcome.varied else "ll").ljust(len(layout.headers), "r")
-    heading = f"{outcome.heading}\n\n{layout.heading}" if outcome.heading else layout.heading
-    return "\n".join([heading, "", table(layout.rows, layout.headers, align), *layout.notes])
+    return "\n".join([layout.heading, "", table(layout.rows, layout.headers, align), *layout.notes])
 
 
 def _heading(outcome: Outcome, options: BenchOptions, name: str, machine: Machine) -> str:

@@ -216,7 +216,7 @@ class _Bench:
                 answer = child.ask("generate", prompt=self._long_prompt, tokens=LONG_ANSWER)
                 running.once["long_ttft_s"] = answer["ttft_s"]
             if self._gpu and running.engine == "native":
-                running.once |= child.ask("gpu_use", prompt=self._prompts[0])
+                running.once["busy"] = child.ask("busy_shares", prompt=self._prompts[0])
         except ChildError as error:
             self._notify(f"{name}: {error}")
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from localrt.bench.gpu import wants_forecast
+from localrt.bench.gpu import lacks_gpu
 from localrt.bench.process import ENGINE, ChildProcess
 from localrt.bench.runner import on_gpu, run_bench
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
@@ -96,7 +96,7 @@ def run_sweep(
     skipped: list[Skipped] = []
     interrupted = False
     for number, (name, options) in enumerate(points, 1):
-        if wants_forecast(options):
+        if lacks_gpu(options):
             skipped.append(Skipped("native", name, "there is no GPU here"))
             continue
         try:

@@ -112,7 +112,8 @@ class Result:
 
     ``peak_ram_bytes`` and ``peak_vram_bytes`` cover loading and one generation. ``metrics``
     also has ``read_bytes_per_token`` (from disk) and ``joules_per_token`` (of the machine), both
-    while decoding, ``long_ttft_s`` of a long prompt, and the fields of ``GpuUse`` if a GPU is used.
+    while decoding, ``long_ttft_s`` of a long prompt, and ``busy``, the shares of resources, if a
+    GPU is used.
     ``trace`` has the last run's tasks, if they were recorded.
     """
 
@@ -150,9 +151,7 @@ class Outcome:
     """The results of a benchmark, in the order of the options.
 
     ``interrupted``: some runs are missing. ``busy``: other programs used the CPU. Of a sweep,
-    ``varied`` is the option whose values the results' settings are, or ``"model"``. For a forecast,
-    in which nothing ran, ``forecast`` has the GPU and the plan from which results were predicted,
-    and ``heading`` says so.
+    ``varied`` is the option whose values the results' settings are, or ``"model"``.
     """
 
     results: Sequence[Result]
@@ -161,8 +160,6 @@ class Outcome:
     interrupted: bool = False
     busy: bool = False
     varied: str = ""
-    forecast: Mapping[str, object] | None = None
-    heading: str = ""
 
 
 def make_prompts(workload: Workload, encode: Callable[[str], list[int]]) -> list[list[int]]:

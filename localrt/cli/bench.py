@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from localrt.bench.gpu import forecast, wants_forecast
+from localrt.bench.gpu import lacks_gpu
 from localrt.bench.mix.mix import SHIPPED, read_mix
 from localrt.bench.mix.report import to_json as mix_json
 from localrt.bench.mix.report import to_table as mix_table
@@ -144,10 +144,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         if options.uses_gpu or args.long_prompt is not None:
             options = replace(options, workload=_with_long_prompt(options, args.long_prompt))
-        if wants_forecast(options) and "native" in options.engines:
-            outcome = _forecast(options)
-        else:
-            outcome, machine = _measured(partial(run_bench, options), args, machine)
+        if lacks_gpu(options) and "native" in options.engines:
+            raise OptionError(
+                f"there is no GPU here for {option('gpu_memory')}: a plan, such as "
+                "`localrt plan MODEL --gpu 'RTX 4060'`, has a forecast"
+            )
+        outcome, machine = _measured(partial(run_bench, options), args, machine)
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
     if args.json:
@@ -208,14 +210,6 @@ def _measured(
     floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
     machine = replace(machine, memory_read_bytes_s=floor, gpus=hardware.gpus() or machine.gpus)
     return replace(measure(notify=_notify), busy=busy), machine
-
-
-def _forecast(options: BenchOptions) -> Outcome:
-    if options.trace or options.peers:
-        what = "--trace records" if options.trace else "--peer makes"
-        raise OptionError(f"{what} a run, but without a GPU --gpu-memory only plans")
-    _notify("no GPU here: this is a plan for a known GPU, and nothing runs")
-    return forecast(options, Settings.from_environment())
 
 
 def _models(options: BenchOptions) -> list[Point]:

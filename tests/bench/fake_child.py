@@ -67,7 +67,6 @@ class FakeEngine:
             exactness="approximate",
             predicted_tok_s=21.0 if "ram" in self._settings else None,
             expert_hit_rate=self._settings.get("gpu_memory", 0) / 10**10 or None,
-            simulated=self._settings.get("device") == "cuda:1",
         )
 
     def generate_batch(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
@@ -78,8 +77,8 @@ class FakeEngine:
     def free(self) -> None:
         pass
 
-    def gpu_use(self, prompt: list[int]) -> dict[str, Any]:
-        return {"busy": {"gpu": 0.25, "link": 0.9}, "helps": "Busiest is the link to the GPU, 90%."}
+    def busy_shares(self, prompt: list[int]) -> dict[str, float]:
+        return {"gpu": 0.25, "link": 0.9}
 
     def trace_events(self) -> list[dict[str, Any]]:
         """One task for each generation so far, if weights are streamed."""

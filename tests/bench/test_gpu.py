@@ -1,8 +1,7 @@
-"""What a GPU and this machine do while a model decodes; without a GPU, a plan that says so."""
+"""What a GPU and this machine do while a model decodes."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,60 +9,28 @@ from pathlib import Path
 import pytest
 
 from localrt.bench import gpu
-from localrt.bench.gpu import forecast, gpu_for, wants_forecast
-from localrt.bench.report import to_json, to_table
+from localrt.bench.gpu import lacks_gpu
 from localrt.bench.sampling import joules_between, read_energy
-from localrt.bench.workload import BenchOptions, Workload
-from localrt.common.errors import MemoryBudgetError, OptionError
-from localrt.common.settings import Settings
+from localrt.bench.workload import BenchOptions
+from localrt.cli import main
 from localrt.offload import hardware
 from localrt.offload.hardware import GpuFacts
-from localrt.planning.machine import typical_machine
 from tests.bench.fake_nvml import FOLDER, FakeNvml, take
 
-# -- a plan in the place of a GPU ------------------------------------------------------------------
 
-
-@pytest.fixture
-def options(tiny_folder: Path, monkeypatch: pytest.MonkeyPatch) -> BenchOptions:
+def test_gpu_memory_without_a_gpu(
+    tiny_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(hardware, "gpus", lambda: ())
-    monkeypatch.setattr(gpu, "machine_here", lambda *_: (typical_machine(), ""))
-    return BenchOptions(
-        path=tiny_folder,
-        engines=("native",),
-        workload=Workload(prompt_tokens=20, tokens=10),
-        gpu_memory=8_000_000_000,
-    )
-
-
-def test_what_is_forecast(options: BenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wants_forecast(options)
-    assert not wants_forecast(replace(options, gpu_memory=None))
-    assert not wants_forecast(replace(options, device="cuda"))
+    options = BenchOptions(path=tiny_folder, engines=("native",), gpu_memory=8_000_000_000)
+    assert lacks_gpu(options)
+    assert not lacks_gpu(replace(options, gpu_memory=None))
+    assert not lacks_gpu(replace(options, device="cuda"))
+    words = ["--engines", "native", "--gpu-memory", "8GB", "--tokens", "2", "--prompt-tokens", "8"]
+    assert main(["bench", str(tiny_folder), *words]) == 2
+    assert "there is no GPU here for --gpu-memory: a plan" in capsys.readouterr().err
     monkeypatch.setattr(hardware, "gpus", lambda: (GpuFacts("RTX 4090"),))
-    assert not wants_forecast(options)  # a larger one is capped by the engine
-    assert gpu_for(8_000_000_000).name == "RTX 4060 8GB"
-    assert gpu_for(5_000_000_000).vram_bytes == 6 << 30
-    with pytest.raises(OptionError, match="no known one has 40 GB"):
-        gpu_for(40_000_000_000)
-    with pytest.raises(MemoryBudgetError):
-        forecast(replace(options, gpu_memory=1000, ram=1000), Settings.from_environment({}))
-
-
-def test_forecast_is_labelled_simulated(options: BenchOptions) -> None:
-    outcome = forecast(options, Settings.from_environment({}))
-    table = to_table(outcome, options, name="m", machine=hardware.probe())
-    assert table.startswith("SIMULATED")
-    assert "RTX 4060 8GB" in table
-    assert "native (simulated)" in table
-    assert "median" not in table
-    report = to_json(outcome, options)
-    (result,) = report["results"]
-    assert result["simulated"] is True
-    assert result["best"] is True
-    assert result["decode_tok_s"] == result["predicted_tok_s"] > 0
-    assert result["peak_vram_bytes"] <= 8_000_000_000
-    assert json.loads(json.dumps(report))["plan"]["prediction"]["tok_s"] > 0
+    assert not lacks_gpu(options)
 
 
 # -- samples ---------------------------------------------------------------------------------------

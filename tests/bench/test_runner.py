@@ -150,10 +150,8 @@ def test_native_options(tmp_path: Path) -> None:
     assert peer.info["launch"]["settings"].items() >= {"repack": False}.items()
     assert (peer.setting, peer.trace) == ("plain", None)
     result = to_json(outcome, options)["results"][0]
-    assert result["simulated"] is True
     assert result["of_predicted"] == result["decode_tok_s"] / 21
     text = _table(outcome, options)
-    assert "native (simulated)" in text
     assert f"{result['of_predicted']:.0%}" in text
     with pytest.raises(OptionError, match="must be at least 25"):
         _options(tmp_path, ctx=24)
@@ -304,7 +302,7 @@ def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = _table(outcome, options)
     assert [line.split()[0] for line in text.splitlines()[3:5]] == ["8GB", "4GB"]
     assert "experts in place" in text
-    assert "4GB: busy while decoding" in text
+    assert "4GB: busy while decoding: GPU 25%, link to the GPU 90%" in text
     monkeypatch.setattr(hardware, "gpus", lambda: ())
     outcome = _swept(options, "gpu-memory=8GB", started)
     assert outcome.skipped[0].reason == "there is no GPU here"
