@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
 ENGINES = ("native", "llamacpp")
 
-_TRACED_TASKS = 200_000
-
 LLAMACPP_SETTINGS: Mapping[str, Mapping[str, bool]] = {
     "repacked": {"repack": True, "flash_attention": False},
     "repacked, flash attention": {"repack": True, "flash_attention": True},
@@ -153,12 +151,6 @@ class LoadedEngine:
         from localrt.bench.gpu import busy_shares
 
         return busy_shares(self._model, prompt)
-
-    def trace_events(self) -> Iterator[dict[str, object]]:
-        """Yield the latest tasks; the first call starts recording. Empty without a pipeline."""
-        for task in self._core.engine.weights.tasks(_TRACED_TASKS):
-            times = {"start_s": task.start, "end_s": task.end}
-            yield {"resource": task.resource, "name": task.name, **times}
 
 
 def _load_native(launch: Launch) -> Core:
@@ -335,10 +327,6 @@ class ChildHandlers:
     def busy_shares(self, prompt: list[int]) -> dict[str, float]:
         """Return the busy share of each resource."""
         return self._engine.busy_shares(prompt)
-
-    def trace(self) -> list[dict[str, Any]]:
-        """Return the pipeline's tasks since the first call, in seconds."""
-        return list(self._engine.trace_events())
 
 
 def serve(requests: object) -> None:

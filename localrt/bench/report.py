@@ -1,4 +1,4 @@
-"""Formats a benchmark's outcome: JSON, a table for people, a trace for Perfetto and Chrome.
+"""Formats a benchmark's outcome: JSON, a table for people.
 
 A page is made of the same table by ``page.py``.
 """
@@ -6,7 +6,6 @@ A page is made of the same table by ``page.py``.
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +19,6 @@ from localrt.bench.gpu import busy_line
 from localrt.bench.runner import on_gpu
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
-from localrt.common.files import write_text
 from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
 from localrt.common.version import __version__
 from localrt.offload.hardware import GpuFacts, Machine
@@ -29,7 +27,6 @@ from localrt.planning.forecast import meanings
 NOT_MEASURED = "not measured"
 
 _BASELINE = "llama.cpp"  # the engine of that name, and programs of its own
-_PROCESS_ID = 1  # the process in a trace
 _PACKAGES = ("torch", "llama-cpp-python", "numpy")
 _EXTRAS = {"native": "torch", "llamacpp": "llamacpp"}
 _OPTIONS = ("ram", "gpu_memory", "device", "ctx", "kv_format", "threads")
@@ -265,59 +262,3 @@ def _row_of(skip: Skipped, varied: str) -> list[str]:
     if varied:
         return [skip.setting, reason]
     return [skip.engine, f"{skip.setting}: {reason}" if skip.setting else reason]
-
-
-# -- a trace ---------------------------------------------------------------------------------------
-
-
-def to_chrome(events: Sequence[Mapping[str, Any]], *, process: str) -> dict[str, object]:
-    """Convert events ``{"name", "resource", "start_s", "end_s"}`` to the Trace Event Format (in
-    microseconds), which Perfetto and Chrome read.
-
-    Time starts at the first event; resources are numbered in the order of first appearance.
-    """
-    start = min((event["start_s"] for event in events), default=0.0)
-    threads: dict[tuple[str, int], int] = {}
-    free_at: dict[str, list[float]] = {}  # time from which each line of a resource is free
-    complete: list[dict[str, Any]] = []
-    for event in sorted(events, key=lambda event: float(event["start_s"])):
-        resource = event["resource"]
-        line = _first_free(free_at.setdefault(resource, []), event["start_s"], event["end_s"])
-        complete.append(
-            {
-                "name": event["name"],
-                "cat": resource,
-                "ph": "X",
-                "ts": (event["start_s"] - start) * 1e6,
-                "dur": (event["end_s"] - event["start_s"]) * 1e6,
-                "pid": _PROCESS_ID,
-                "tid": threads.setdefault((resource, line), len(threads) + 1),
-            }
-        )
-    names = [_named("process_name", 0, process)]
-    for (resource, line), thread in threads.items():
-        names.append(_named("thread_name", thread, f"{resource} {line + 1}" if line else resource))
-    return {"traceEvents": names + complete, "displayTimeUnit": "ms"}
-
-
-def write_trace(path: Path, events: Sequence[Mapping[str, object]], *, process: str) -> None:
-    """Write the trace of ``events`` to ``path``, whole or not at all.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    write_text(path, json.dumps(to_chrome(events, process=process)) + "\n")
-
-
-def _first_free(lines: list[float], start: float, end: float) -> int:
-    """Take the first line that is free at ``start``, until ``end``."""
-    for line, free in enumerate(lines):
-        if free <= start:
-            lines[line] = end
-            return line
-    lines.append(end)
-    return len(lines) - 1
-
-
-def _named(kind: str, thread: int, name: str) -> dict[str, object]:
-    return {"name": kind, "ph": "M", "pid": _PROCESS_ID, "tid": thread, "args": {"name": name}}

@@ -60,7 +60,6 @@ class _Running:
     load_s: float
     peak_ram_bytes: int | None = None
     peak_vram_bytes: int | None = None
-    trace: list[Mapping[str, Any]] | None = None
     samples: list[Any] = field(default_factory=list)
     once: dict[str, Any] = field(default_factory=dict)  # measured once, after the runs
 
@@ -184,9 +183,6 @@ class _Bench:
         running.peak_vram_bytes = sample["peak_vram_bytes"]
 
     def _time(self, running: _Running, index: int) -> None:
-        last = index == self._options.workload.runs
-        traced = last and self._options.trace and running.engine == "native"
-        before = running.child.ask("trace") if traced else []  # this starts recording
         sample = self._generate(running, index)
         running.samples.append(sample)
         rates = [format_rate(sample.get(name)) for name in ("prefill_tok_s", "decode_tok_s")]
@@ -194,8 +190,6 @@ class _Bench:
             f"{_name(running.engine, running.setting)}, run {index} of "
             f"{self._options.workload.runs}: prefill {rates[0]}, decode {rates[1]} tok/s"
         )
-        if traced:
-            running.trace = _new_events(before, running.child.ask("trace"))
 
     def _generate(self, running: _Running, index: int) -> Any:
         assert self._prompts is not None
@@ -300,7 +294,6 @@ def _result(running: _Running) -> Result:
         samples=samples,
         load_s=running.load_s,
         info=running.info,
-        trace=running.trace,
     )
 
 
@@ -308,14 +301,6 @@ def _median_of(samples: Sequence[Mapping[str, Any]], name: str) -> object:
     """Return the median of the samples that have the value."""
     known = [value for sample in samples if (value := sample.get(name)) is not None]
     return median(known) if known else None
-
-
-def _new_events(
-    before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """Return the events that began after all of ``before`` had ended."""
-    seen = max((event["end_s"] for event in before), default=float("-inf"))
-    return [event for event in after if event["start_s"] >= seen]
 
 
 def _name(engine: str, setting: str) -> str:

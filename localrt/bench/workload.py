@@ -69,7 +69,6 @@ class BenchOptions:
     ``ram``, ``gpu_memory``, ``device``, ``format``, ``kv_format`` and ``draft`` are for the native
     engine; ``ctx`` is every engine's context, by default just long enough. ``settings`` names the
     settings of each engine to measure, by default all. ``peers`` are llama-bench programs, by name.
-    ``trace`` records the last run of the native engine.
     """
 
     path: Path
@@ -85,7 +84,6 @@ class BenchOptions:
     ctx: int | None = None
     settings: Mapping[str, Sequence[str]] | None = None
     peers: Mapping[str, Path] = field(default_factory=dict)
-    trace: bool = False
 
     def __post_init__(self) -> None:
         work = self.workload
@@ -114,7 +112,6 @@ class Result:
     also has ``read_bytes_per_token`` (from disk) and ``joules_per_token`` (of the machine), both
     while decoding, ``long_ttft_s`` of a long prompt, and ``busy``, the shares of resources, if a
     GPU is used.
-    ``trace`` has the last run's tasks, if they were recorded.
     """
 
     engine: str
@@ -123,7 +120,6 @@ class Result:
     samples: Sequence[Mapping[str, Any]]
     load_s: float
     info: Mapping[str, Any]
-    trace: Sequence[Mapping[str, Any]] | None = None
 
     @property
     def workload_s(self) -> float:

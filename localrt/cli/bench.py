@@ -24,7 +24,7 @@ from localrt.bench.mix.runner import run_mix
 from localrt.bench.mix.servers import make_servers
 from localrt.bench.page import to_html
 from localrt.bench.process import ENGINES
-from localrt.bench.report import facts, to_json, to_table, write_trace
+from localrt.bench.report import facts, to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.sweep import KNOBS, Point, parse_sweep, run_sweep, swept
 from localrt.bench.workload import LONG_ANSWER, BenchOptions, Outcome, Workload
@@ -107,7 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--gpu-memory", str, "SIZE", GPU_MEMORY_HELP),
         ("--device", str, None, DEVICE_HELP),
         ("--kv-format", str, "F", KV_HELP),
-        ("--trace", Path, "FILE", "write the pipeline's tasks, for Perfetto (default: none)"),
         ("--sweep", str, "NAME=VALUE,VALUE", _SWEEP_HELP),
         ("--all", bool, None, _ALL_HELP),
     ]
@@ -170,8 +169,6 @@ def run(args: argparse.Namespace) -> int:
         misused = all(skip.kind == "OptionError" for skip in skipped)
         kind = OptionError if misused and skipped else LocalrtError
         raise kind(f"no engine could run: {reasons}")
-    if args.trace is not None:
-        _write_trace(args.trace, outcome, name)
     return 0
 
 
@@ -180,7 +177,7 @@ def _options(args: argparse.Namespace) -> BenchOptions:
     several = [name for name in ("sweep", "all") if getattr(args, name)]
     if len(several) > 1:
         raise OptionError(f"{option('sweep')} and {option('all')} cannot be combined")
-    for name in ("engines", "peer", "trace", "long_prompt"):
+    for name in ("engines", "peer", "long_prompt"):
         if several and getattr(args, name) not in (None, [], ("native",)):
             raise OptionError(f"{option(name)} and {option(several[0])} cannot be combined")
     if args.all and args.model is not None:
@@ -195,7 +192,6 @@ def _options(args: argparse.Namespace) -> BenchOptions:
         path=Path(),
         engines=("native",) if several else args.engines or ENGINES,
         workload=Workload(args.prompt_tokens, args.tokens, 5 if args.runs is None else args.runs),
-        trace=args.trace is not None,
         peers=peers,
         **sizes,
         **{name: getattr(args, name) for name in same},
@@ -233,7 +229,7 @@ def _run_mix(args: argparse.Namespace) -> int | None:
         if any((args.models, args.peer_args, args.seconds is not None, args.out)):
             raise OptionError("--model, --peer-args, --seconds and --out need --mix")
         return None
-    for name in ("sweep", "all", "trace", "long_prompt", "html", "engines"):
+    for name in ("sweep", "all", "long_prompt", "html", "engines"):
         if getattr(args, name):
             raise OptionError(f"{option('mix')} and {option(name)} cannot be combined")
     named = dict(text.partition("=")[::2] for text in args.models)
@@ -293,19 +289,6 @@ def _with_long_prompt(options: BenchOptions, asked: int | None) -> Workload:
     room = min(int(trained or _LONG_PROMPT), options.ctx or _LONG_PROMPT + LONG_ANSWER)
     length = min(_LONG_PROMPT, room - LONG_ANSWER)
     return replace(work, long_prompt_tokens=length if length > work.prompt_tokens else 0)
-
-
-def _write_trace(path: Path, outcome: Outcome, name: str) -> None:
-    """Write the native engine's tasks; fail if it has none, as for a resident model."""
-    for result in outcome.results:
-        if result.trace:
-            write_trace(path, result.trace, process=f"localrt {name}")
-            _notify(f"wrote {len(result.trace)} tasks to {path}: open it at ui.perfetto.dev")
-            return
-    raise LocalrtError(
-        f"{path} was not written: only a model that does not fit has a pipeline to trace; "
-        "give a smaller --ram or --gpu-memory"
-    )
 
 
 def _engines(text: str) -> tuple[str, ...]:

@@ -80,15 +80,6 @@ class FakeEngine:
     def busy_shares(self, prompt: list[int]) -> dict[str, float]:
         return {"gpu": 0.25, "link": 0.9}
 
-    def trace_events(self) -> list[dict[str, Any]]:
-        """One task for each generation so far, if weights are streamed."""
-        if "ram" not in self._settings:
-            return []
-        return [
-            {"resource": "ssd", "name": f"layer {call}", "start_s": call, "end_s": call + 0.5}
-            for call in range(self._calls)
-        ]
-
 
 def load(launch: Launch) -> FakeEngine:
     if launch.path.endswith("missing") and launch.engine != "native":

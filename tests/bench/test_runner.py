@@ -23,12 +23,12 @@ from localrt import system
 from localrt.bench import gpu
 from localrt.bench.page import to_html
 from localrt.bench.process import ChildProcess
-from localrt.bench.report import to_chrome, to_json, to_table, write_trace
+from localrt.bench.report import to_json, to_table
 from localrt.bench.runner import run_bench
 from localrt.bench.sweep import parse_sweep, run_sweep, swept
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped, Workload, make_prompts
 from localrt.cli import bench, main
-from localrt.common.errors import OptionError, StorageError
+from localrt.common.errors import OptionError
 from localrt.common.extras import install
 from localrt.common.option_names import on_command_line
 from localrt.hub.listing import LocalModel
@@ -139,16 +139,15 @@ def test_faults(tmp_path: Path) -> None:
 def test_native_options(tmp_path: Path) -> None:
     more = {"ram": 10**9, "gpu_memory": 2 * 10**9, "device": "cuda:1", "kv_format": "int8"}
     more |= {"ctx": 99}
-    options = _options(tmp_path, "good", "native llamacpp", **PLAIN, **more, trace=True)
+    options = _options(tmp_path, "good", "native llamacpp", **PLAIN, **more)
     outcome = _run(options)
     assert not outcome.interleaved  # what one streams, another must not find in the cache
     native, peer = outcome.results
     launch = native.info["launch"]
     assert launch["settings"] | {"ctx": launch["ctx"]} == more
-    assert native.trace == [{"resource": "ssd", "name": "layer 3", "start_s": 3, "end_s": 3.5}]
     assert peer.info["launch"]["ctx"] == 99
     assert peer.info["launch"]["settings"].items() >= {"repack": False}.items()
-    assert (peer.setting, peer.trace) == ("plain", None)
+    assert peer.setting == "plain"
     result = to_json(outcome, options)["results"][0]
     assert result["of_predicted"] == result["decode_tok_s"] / 21
     text = _table(outcome, options)
@@ -200,27 +199,6 @@ def test_prompts() -> None:
         assert [len(prompt) for prompt in prompts] == [length] * 4
         # No run may find half of its prompt in the cache of another.
         assert length == 1 or len({tuple(prompt[:16]) for prompt in prompts}) == 4
-
-
-EVENTS = [
-    {"resource": "cpu", "name": "layer 0 attention", "start_s": 10.002, "end_s": 10.003},
-    {"resource": "ssd", "name": "layer 0 mlp", "start_s": 10.0, "end_s": 10.0025},
-    {"resource": "cpu", "name": "layer 0 mlp", "start_s": 10.003, "end_s": 10.004},
-]
-
-
-def test_traces(tmp_path: Path) -> None:
-    trace = to_chrome(EVENTS, process="localrt m")["traceEvents"]
-    names = {e["args"]["name"]: e["tid"] for e in trace if e["name"] == "thread_name"}
-    assert set(names) == {"ssd", "cpu"}
-    complete = [event for event in trace if event["ph"] == "X"]
-    assert [event["ts"] for event in complete] == pytest.approx([0, 2000, 3000], abs=1e-3)
-    assert [event["dur"] for event in complete] == pytest.approx([2500, 1000, 1000], abs=1e-3)
-    assert [event["tid"] for event in complete] == [names["ssd"], names["cpu"], names["cpu"]]
-    write_trace(tmp_path / "trace.json", EVENTS, process="localrt")
-    assert json.loads((tmp_path / "trace.json").read_text("utf-8"))["traceEvents"]
-    with pytest.raises(StorageError, match="cannot write"):
-        write_trace(tmp_path / "no/such/folder.json", EVENTS, process="localrt")
 
 
 @pytest.mark.parametrize(
