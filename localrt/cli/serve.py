@@ -266,7 +266,7 @@ def _pool(
     return ModelPool(load, files, options, ram=ram, on_change=say)
 
 
-def _set_defaults(model: localrt.Model, defaults: dict[str, object]) -> None:
+def _set_defaults(model: localrt.Model, defaults: dict[str, Any]) -> None:
     if model.info.writes:
         model.chat().set(**defaults)  # what it cannot do is refused here, not in each answer
     model.defaults.update(defaults)
