@@ -18,8 +18,8 @@ and it answers again. The app and ``tui/plain.py``, the same chat without a scre
 Its threads only fill plain objects. The screen reads them on a timer, at most 20 times a second and
 with at most 1 % of the processor, so that decoding never waits for drawing.
 
-``terminal.py`` restores the terminal however the app ends, and saves the unsent message and a
-report of a crash.
+``terminal.py`` restores the terminal however the app ends, and saves a report of a crash. What is
+being written is kept with its conversation twice a second.
 
 A conversation is one scrolling widget that lays out only what is visible, so its length costs
 nothing. Bindings, palette, menu and help are made from the tables in ``tui/keys.py`` and

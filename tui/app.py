@@ -42,7 +42,7 @@ from localrt.tui.conversation.state import ChatState
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile
 from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, Palette, TooSmall, ask
-from localrt.tui.terminal import copied_by_tool, keep_draft, take_draft, write_report
+from localrt.tui.terminal import copied_by_tool, write_report
 from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from localrt import ChatModel
     from localrt.common.progress import ProgressCallback
 
-    LoadByName = Callable[[str, ProgressCallback], ChatModel]
+    LoadByName = Callable[..., ChatModel]
 
 _COPIED, _SENT = "Copied", "Perhaps copied (if not, use /export):"
 _GOODBYE_SECONDS = 2.0  # seconds that threads get to end when the app does
@@ -105,12 +105,13 @@ class ChatApp(App[None]):
         chat_path: a saved conversation to continue.
         resume: continue the last conversation of the history.
         history: opens the history; None keeps nothing.
-        load_by_name: loads another model; its second argument is like that of ``load``.
+        load_by_name: loads another model; its second argument is like that of ``load``, and ``ctx``
+        is the context.
         list_models: asks a server for its models (names and facts); None if models are on this
         machine.
         load_options: budgets and other options of ``load``, to plan for other models.
         config: the folder of preferences; None keeps nothing.
-        data: the folder for unsent messages and crash reports; None keeps nothing.
+        data: the folder for crash reports; None keeps nothing.
         toolbox: the tools of MCP servers that a model is offered.
         graphics: how the terminal draws pictures.
         embedder: opens a model to search files with; None: that of the preferences.
@@ -174,6 +175,8 @@ class ChatApp(App[None]):
         )
         if resume:
             self._resume()
+        elif chat_path is None:
+            self.state.take_unsent()
         self.chat = ChatScreen(
             self.state,
             self.stop_loading,
@@ -201,8 +204,6 @@ class ChatApp(App[None]):
             self.chat.view.add_notice(note, "error")
         self._watch(self._loading)
         self.chat.watch_tools()
-        if draft := take_draft(self._data):
-            self.chat.composer.put(draft)
         for number in () if self.is_headless else system.LOGOUT_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._end, number)
             # At once, even while the loop waits for a terminal that does not read.
@@ -286,8 +287,9 @@ class ChatApp(App[None]):
 
     # -- loading ---------------------------------------------------------------------------------
 
-    def load_model(self, name: str) -> None:
-        """Load another model in place of the current one; the conversation stays.
+    def load_model(self, name: str, ctx: int | None = None) -> None:
+        """Load another model in place of the current one, or with another context; the conversation
+        stays.
 
         The current model is parked and unloaded in the loading thread, so that there is never more
         than one in memory. A running answer or load ends first.
@@ -297,9 +299,14 @@ class ChatApp(App[None]):
             self.chat.say(f"{short_name(name)} will be loaded after the model that is loading")
         else:
             what = f"{short_name(name)} will be loaded"
-            self.chat.when_answered(what, lambda: self._exchange_model(name))
+            self.chat.when_answered(what, lambda: self._exchange_model(name, ctx))
 
-    def _exchange_model(self, name: str) -> None:
+    def action_load_longer(self, ctx: int) -> None:
+        """Load the model again with a longer context."""
+        if self._load_by_name is not None:
+            self.load_model(self.state.model_name, ctx)
+
+    def _exchange_model(self, name: str, ctx: int | None) -> None:
         chat, load = self.chat, self._load_by_name
         assert load is not None, "there is no list to choose from without it"
         session, model = self.state.drop_model()
@@ -309,7 +316,7 @@ class ChatApp(App[None]):
                 session.leave()
             if model is not None:
                 model.unload()
-            return load(name, progress)
+            return load(name, progress, **({} if ctx is None else {"ctx": ctx}))
 
         self._loading_name = name
         self._model_before = None if model is None else model.info.name
@@ -473,6 +480,7 @@ class ChatApp(App[None]):
         conversation = self.state.conversation
         asked, self._asked_to_leave = self._asked_to_leave, True
         answering = self.chat.queue.answering
+        self.chat.keep_draft()
         if conversation.unsaved and not asked and not answering and not conversation.save():
             self.chat.say(
                 "This conversation is not on disk yet: /export PATH saves it elsewhere, "
@@ -498,17 +506,14 @@ class ChatApp(App[None]):
 
     def _end(self, number: int) -> None:
         """End on a signal, such as that of a logout."""
-        self._keep_draft()
+        self.chat.keep_draft()
         self.exit(return_code=128 + number)
-
-    def _keep_draft(self) -> None:
-        with suppress(Exception):  # the app may be in any broken state
-            keep_draft(self._data, self.chat.unsent)
 
     def _handle_exception(self, error: Exception) -> None:
         """Handle an error of a widget, timer or worker: end with one line and lose nothing."""
         if self._exception is None:
-            self._keep_draft()
+            with suppress(Exception):  # the app may be in any broken state
+                self.chat.keep_draft()
             self.failure = write_report(error, self._data)
         super()._handle_exception(error)
 

@@ -75,8 +75,11 @@ _TABLE = (
     ),
     Entry("edit", "TEXT", "", plain="put TEXT instead of the last message or of an answer (/at)"),
     Entry("continue", "", "go on with the last answer, if it was cut", plain=True, idle=True),
-    Entry("remove", "", "remove the marked or last message and all after it", idle=True),
-    Entry("remove", "", "", plain="remove the last message and all after it; enter it twice"),
+    Entry(
+        *("remove", "", "remove the marked or last turn and all after it"),
+        plain="remove the last turn, or one (/at) and all after it; enter it twice",
+        idle=True,
+    ),
     Entry(
         "fork", "", "copy all up to the marked turn to a new conversation", plain=True, idle=True
     ),

@@ -22,7 +22,7 @@ from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.common.formatting import format_seconds
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
-from localrt.history.messages import CallTurn, Decision, Way, call_line, is_nothing
+from localrt.history.messages import CallTurn, Decision, Way, call_line
 from localrt.history.presets import Defaults, PresetsFile, read_defaults
 from localrt.mcp.toolbox import Toolbox
 from localrt.tui.commands import PLAIN_COMMANDS, Command, read_line
@@ -559,11 +559,13 @@ class PlainChat:
         self._at = None
         return question
 
-    def _last(self) -> Turn:
-        turns = self.state.conversation.turns
+    def _chosen(self) -> Turn:
+        """The turn chosen by ``/at``, else the last one."""
+        turns, chosen = self.state.conversation.turns, self._at
         if not turns:
             raise OptionError("there is no message yet")
-        return turns[-1]
+        self._at = None
+        return chosen or turns[-1]
 
     def _do_retry(self, argument: str) -> None:
         question = self._question()
@@ -572,15 +574,14 @@ class PlainChat:
         self._answer(question)
 
     def _do_continue(self, argument: str) -> None:
-        self._answer(self._last(), continues=True)
+        self._answer(self._chosen(), continues=True)
 
     def _do_edit(self, text: str) -> None:
         if not text:
             raise OptionError("/edit needs the text to put instead of the last message")
         conversation = self.state.conversation
         if self._at is not None and self._at.role != "user":
-            conversation.edit_answer(self._at.id, text)
-            self._at = None
+            conversation.edit_answer(self._chosen().id, text)
             self.say("The answer is changed, as a branch beside the old one.")
             return
         before = conversation.before(self._question().id) or 0
@@ -588,19 +589,18 @@ class PlainChat:
         self._answer(conversation.add("user", draft.content, after=before, info=draft.info))
 
     def _do_remove(self, argument: str) -> None:
-        chosen = self._at
-        turn = chosen or self._question()
+        turn = self._chosen()
         if self._to_delete != str(turn.id):
-            self._to_delete, self._at = str(turn.id), chosen
+            self._to_delete, self._at = str(turn.id), turn
             self._say_turns([turn])
             self.say("Enter the same command again to remove this and all after it for good.")
             return
-        self._to_delete, self._at = "", None
+        self._to_delete = ""
         self.state.remove(turn.id)
         self.say("Removed.")
 
     def _do_fork(self, argument: str) -> None:
-        turn, self._at = self._at or self._last(), None
+        turn = self._chosen()
         self._open(lambda: self.state.fork(turn.id))
 
     def _do_full(self, argument: str) -> None:
@@ -611,16 +611,12 @@ class PlainChat:
             return
         if not argument.isdigit() or not 1 <= int(argument) <= len(self._ways):
             raise OptionError("give a number from /full")
-        way, conversation = self._ways[int(argument) - 1], self.state.conversation
+        way = self._ways[int(argument) - 1]
         if way.name == "oldest":
             self.state.loaded.set("overflow drop_oldest")
             self.say("From now on the oldest turns are left out: /retry or /continue.")
-        elif way.name == "summary":
-            last = self._last()
-            question, messages = conversation.begin_summary()
-            self._answer(question, summary=messages)
-            if is_nothing(conversation.turns[-1]):
-                conversation.show(last.id)
+        elif way.name == "summary" and self.state.conversation.turns:
+            self._answer(self.state.conversation.begin_summary())
         elif way.name == "longer":
             name = self.state.model_name
             self.say(f"localrt chat {name} --ctx {way.ctx} --plain --continue goes on so.")

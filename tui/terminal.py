@@ -2,9 +2,9 @@
 
 A paste is what is between the terminal's marks, whatever that is. Text is copied with a tool of the
 desktop or tmux, which reports whether it worked. If the app is killed or crashes in native code, a
-shell script, its child, reads the end of a pipe and resets a Unix terminal. A crash saves the
-unsent message and an error report in private files; a report names only code: values and error
-messages may contain the user's text.
+shell script, its child, reads the end of a pipe and resets a Unix terminal. A crash saves an error
+report in a private file, which names only code: values and error messages may contain the user's
+text.
 """
 
 from __future__ import annotations
@@ -247,9 +247,6 @@ class RestoringDriver(LinuxDriver):
             self._writer_thread.hurry()
 
 
-_DRAFT = "draft.txt"
-
-
 def write_report(error: BaseException, folder: Path | None) -> str:
     """Write a report of where ``error`` came from; returns the line for the user."""
     cause: BaseException | None = getattr(error, "error", error)  # a worker's error wraps another
@@ -261,29 +258,8 @@ def write_report(error: BaseException, folder: Path | None) -> str:
     while cause is not None:
         text += f"\n{''.join(traceback.format_tb(cause.__traceback__))}{type(cause).__name__}\n"
         cause = cause.__cause__ or cause.__context__
-    path = _keep(folder, CRASH_REPORT, text)
-    return line if path is None else f"{line}. To report it, send {path}"
-
-
-def keep_draft(folder: Path | None, text: str) -> None:
-    """Keep an unsent message for the next start."""
-    if text.strip():
-        _keep(folder, _DRAFT, text)
-
-
-def take_draft(folder: Path | None) -> str:
-    """Return the saved message and delete it; empty for none."""
-    text = ""
-    with suppress(OSError):
-        if folder is not None:
-            text = (folder / _DRAFT).read_text("utf-8", "replace")
-            (folder / _DRAFT).unlink()
-    return text
-
-
-def _keep(folder: Path | None, name: str, text: str) -> Path | None:
     if folder is not None:
         with suppress(StorageError):
-            write_text(folder / name, text, private=True, folder=True)
-            return folder / name
-    return None
+            write_text(folder / CRASH_REPORT, text, private=True, folder=True)
+            line += f". To report it, send {folder / CRASH_REPORT}"
+    return line

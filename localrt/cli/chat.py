@@ -88,13 +88,13 @@ def run(args: argparse.Namespace) -> int:
             return connect_endpoint(args, progress)
         return localrt.load(args.model, progress=progress, **load_options(args))
 
-    def load_by_name(name: str, progress: ProgressCallback) -> ChatModel:
+    def load_by_name(name: str, progress: ProgressCallback, **more: int) -> ChatModel:
         if is_remote:
             return connect_endpoint(args, progress, name=name)
         # A model of this machine: choosing it does not mean asking the network, and the command's
         # revision and template are those of another model.
         own = dict.fromkeys(("revision", "chat_template", "pre_tokenizer"))
-        others = {**load_options(args), **own, "offline": True}
+        others = {**load_options(args), **own, "offline": True, **more}
         return localrt.load(name, progress=progress, **others)
 
     is_remote = args.endpoint is not None and not args.note

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from localrt.common.errors import ContextOverflowError, LocalrtError
+from localrt.common.errors import LocalrtError, StorageError
 from localrt.common.progress import Progress
 from localrt.tui.chat.bars import Phase
 from localrt.tui.loading_line import LoadingLine
@@ -39,9 +39,10 @@ async def test_sent_while_loading() -> None:
         assert screen.composer(app).text == "draft"
         assert not line.display
         # Model and notes are above what was written.
-        assert screen.kinds(app)[:3] == ["Notice", "Notice", "UserTurn"]
-        assert "llama 135M, Q4_1 on cpu" in screen.notices(app)[0]
-        assert screen.notices(app)[1] == "no chat template: plain format"
+        assert screen.kinds(app)[:4] == ["Notice", "Notice", "Notice", "UserTurn"]
+        assert screen.notices(app)[0] == "System prompt: Be brief."
+        assert "llama 135M, Q4_1 on cpu" in screen.notices(app)[1]
+        assert screen.notices(app)[2] == "no chat template: plain format"
         assert "native Q4_1" in screen.footer(app)
         # The command line's system prompt and options reach the chat.
         assert model.last_chat.system == "Be brief."
@@ -121,7 +122,7 @@ async def test_how_answers_end(model: FakeModel) -> None:
 
         # After an error, what there was of the answer is kept.
         await cleared(pilot)
-        model.error = ContextOverflowError("the context is full")
+        model.error = StorageError("the context is full")
         await screen.say(pilot, "Hi")
         await until(pilot, lambda: screen.notices(app, "error") and idle(app))
         assert screen.answers(app) == ["Hello."]
@@ -130,7 +131,7 @@ async def test_how_answers_end(model: FakeModel) -> None:
         # A refused message comes back, and an error that is repeated is one line.
         await cleared(pilot)
         model.answer = []
-        model.error = ContextOverflowError("the prompt has 9000 tokens, the context holds 8192")
+        model.error = StorageError("the prompt has 9000 tokens, the context holds 8192")
         await screen.say(pilot, "much text")
         for count in (1, 2):
             await until(pilot, lambda: idle(app) and screen.composer(app).text == "much text")

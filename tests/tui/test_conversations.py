@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,12 +17,13 @@ from textual.widgets import Input, OptionList, Static
 import localrt
 from localrt import History, Settings
 from localrt.chat import ChatSession
-from localrt.common.errors import OptionError, StorageError
+from localrt.common.errors import ContextOverflowError, OptionError, StorageError
 from localrt.engine.options import read_options
-from localrt.history.presets import Preset
+from localrt.history.presets import Defaults, Preset
+from localrt.planning.forecast import PlannedContext
 from localrt.tui import ChatApp
 from localrt.tui.conversation.state import ChatState
-from localrt.tui.screens.dialogs import Ask, Confirm, ConversationsScreen
+from localrt.tui.screens.dialogs import Ask, Choose, Confirm, ConversationsScreen
 from tests.conftest import needs_kernels
 from tests.mutations import changed, is_line
 from tests.tui import screen
@@ -98,6 +100,20 @@ async def test_new_keeps_settings(model: FakeModel, given: dict[str, Any]) -> No
         assert model.last_chat.options == {}
 
 
+async def test_new_keeps_what_is_in_force(model: FakeModel, opening: Opening) -> None:
+    async with running(model, history=opening) as (app, pilot):
+        await asked(pilot, "Hi")
+    given: dict[str, Any] = {"resume": True, "options": {"temperature": 0.9}}
+    async with running(model, history=opening, **given) as (app, pilot):
+        await screen.say(pilot, "/tools off")
+        await cleared(pilot)
+        assert model.last_chat.options == {"temperature": 0.9, "tool_choice": "none"}
+        app.state.defaults = Defaults("Be brief.")  # by F5
+        await screen.say(pilot, "/new")
+        told = ["System prompt: Be brief.", "New conversation, with your new defaults"]
+        assert screen.notices(app) == told
+
+
 async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening) as (app, pilot):
         await asked(pilot, "First")
@@ -155,6 +171,170 @@ async def test_branches(model: FakeModel, opening: Opening) -> None:
     async with running(model, history=opening, resume=True) as (app, pilot):
         assert screen.users(app) == ["One", "Two"]
         assert screen.marks(app) == ["1/2", "1/2"]
+
+
+@pytest.mark.parametrize("size", [SIZE, (40, 20)])
+async def test_edit_an_answer(model: FakeModel, opening: Opening, size: tuple[int, int]) -> None:
+    model.answer = ["<think>Hm.</think>", "\n\n/Yes."]
+    async with running(model, history=opening, size=size) as (app, pilot):
+        await asked(pilot, "One")
+        await pilot.press("alt+up", "alt+e")
+        assert screen.composer(app).text == "//Yes."
+        assert "Editing: Enter keeps it" in " ".join(screen.hint(app).split())
+        await pilot.press(*" I do", "enter")
+        await until(pilot, lambda: screen.marks(app) == ["2/2"])
+        assert screen.answers(app) == ["<think>Hm.</think>\n\n/Yes. I do"]
+        assert len(model.seen) == 1
+        await asked(pilot, "Two")
+        assert model.given()[1] == screen.answers(app)[0]
+
+
+@pytest.mark.parametrize("finish", ["length", "cancelled"])
+async def test_continue(model: FakeModel, opening: Opening, finish: str) -> None:
+    async with running(model, history=opening) as (app, pilot):
+        await pilot.press("alt+g")
+        assert "Nothing has been said" in screen.hint(app)
+        model.finish_reason = cast(Any, finish)
+        await asked(pilot, "One")
+        assert "Alt+G goes on" in screen.hint(app)
+        (mark,) = screen.marks(app)
+        model.answer, model.error = [], StorageError("no memory")
+        await pilot.press("alt+g")
+        await until(pilot, lambda: bool(screen.notices(app, "error")) and idle(app))
+        assert (screen.answers(app), screen.marks(app)) == (["Hello there."], [mark])
+        model.answer, model.error, model.finish_reason = [" And", " more."], None, "stop"
+        async with running(FakeModel(), history=opening, resume=True) as (other, right):
+            model.hold()
+            await pilot.press("alt+g")
+            model.allow(1)
+            await until(pilot, lambda: screen.answers(app) == ["Hello there. And"])
+            model.release()
+            await until(pilot, lambda: screen.answers(app) == ["Hello there. And more."])
+            await until(pilot, lambda: idle(app))
+            await until(right, lambda: screen.answers(other) == screen.answers(app))
+            assert screen.marks(app) == screen.marks(other) == []
+        assert model.given() == ["One", "Hello there."]
+        await screen.say(pilot, "/continue")
+        await until(pilot, lambda: len(model.seen) == 4 and idle(app))
+    assert kept(opening)[1:] == [("assistant", "Hello there. And more. And more.", "done")]
+
+
+async def test_remove_fork_pin(model: FakeModel, opening: Opening) -> None:
+    async with running(model, history=opening, size=(40, 20)) as (app, pilot):
+        for text in ("One", "Two", "Three"):
+            await asked(pilot, text)
+        await pilot.press("alt+up", "alt+up", "alt+up", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Choose))
+        await pilot.press("end", "enter")
+        await until(pilot, lambda: isinstance(app.screen, Confirm))
+        assert "the 2 after it" in str(app.screen.query_one(Static).content)
+        await pilot.press("y")
+        await until(pilot, lambda: screen.users(app) == ["One", "Two"])
+        assert len(screen.answers(app)) == 1
+        assert model.last_chat.closed
+        await pilot.press("alt+up", "alt+up")
+        await screen.say(pilot, "/fork")
+        await until(pilot, lambda: screen.users(app) == ["One"])
+        assert "This is a copy" in screen.notices(app)[-1]
+        await screen.say(pilot, "/rename Copy")
+        options = await listed(pilot)
+        assert [str(row.prompt).split("\n")[0] for row in options.options] == ["● Copy", "  One"]
+        await pilot.press("down", "ctrl+t")
+        await until(pilot, lambda: str(options.options[0].prompt).startswith("  * One"))
+        await pilot.press("escape")
+        await screen.say(pilot, "/pin")
+        assert "Pinned" in screen.notices(app)[-1]
+        with opening() as history:
+            assert [each.pinned for each in history.list()] == [True, True]
+
+
+async def test_temporary(model: FakeModel, opening: Opening, tmp_path: Path) -> None:
+    async with running(model, history=opening, system="Be brief.") as (app, pilot):
+        assert "System prompt: Be brief." in screen.notices(app)
+        assert "temporary" not in screen.footer(app)
+        await pilot.press("alt+n")
+        await until(pilot, lambda: "temporary" in screen.footer(app))
+        await asked(pilot, "secret words")
+        await pilot.press("ctrl+s", *"secret draft")
+        assert "never on the disk" in screen.hint(app)
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: "temporary" not in screen.footer(app))
+        assert screen.composer(app).text == ""
+    for path in tmp_path.glob("history.db*"):
+        assert b"secret" not in path.read_bytes()
+
+
+async def test_drafts(model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
+    async with running(model, history=opening) as (app, pilot):
+        await pilot.press(*"first")
+        await until(pilot, lambda: app.state.conversation.draft == "first")
+        async with running(FakeModel(), history=opening) as (other, _):
+            assert screen.composer(other).text == "", "it is the first window's"
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
+        assert app.state.conversation.draft == ""
+        await pilot.press(*"second", "ctrl+n")
+        await until(pilot, lambda: not screen.users(app))
+        assert screen.composer(app).text == ""
+        await pilot.press(*"third", "ctrl+q")
+    monkeypatch.setattr("localrt.history.history.is_alive", lambda name: False)
+    async with running(model, history=opening) as (app, pilot):
+        assert screen.composer(app).text == "third"
+        await listed(pilot)
+        await pilot.press("enter")
+        await until(pilot, lambda: screen.users(app) == ["first"])
+        assert screen.composer(app).text == "second\n\nthird"
+    async with running(model, history=opening) as (app, pilot):
+        assert screen.composer(app).text == ""
+
+
+@pytest.mark.parametrize("size", [SIZE, (40, 20)])
+async def test_full_context(
+    model: FakeModel, opening: Opening, size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    longer = SimpleNamespace(contexts=[PlannedContext(4096, 1.0, True, nbytes=4_096_000)])
+    monkeypatch.setattr(localrt, "plan", lambda path: longer)
+    model.info = replace(model.info, ctx=64)
+    loads: list[dict[str, Any]] = []
+
+    def load(name: str, progress: Any, **options: Any) -> FakeModel:
+        loads.append(options)
+        return FakeModel()
+
+    async with running(model, history=opening, size=size, load_by_name=load) as (app, pilot):
+
+        async def choose(*keys: str) -> None:
+            await until(pilot, lambda: isinstance(app.screen, Choose))
+            await pilot.press(*keys, "enter")
+            await until(pilot, lambda: not isinstance(app.screen, Choose))
+
+        model.answer, model.finish_reason = ["word "] * 63, "length"
+        await screen.say(pilot, "One")
+        await choose()
+        assert screen.marks(app) == ["cut off: the context is full"]
+        assert model.last_chat.options == {"overflow": "drop_oldest"}
+        model.answer, model.error = [], ContextOverflowError("too long")
+        await screen.say(pilot, "Two")
+        await until(pilot, lambda: isinstance(app.screen, Choose))
+        model.error = StorageError("no memory")
+        await choose("down")
+        await until(pilot, lambda: len(model.seen) == 3 and idle(app))
+        assert screen.answers(app) == [], "the summary failed"
+        await pilot.press("alt+left")
+        await until(pilot, lambda: screen.users(app) == ["One"])
+        assert screen.composer(app).text == "Two"
+        screen.composer(app).put("")
+        model.answer, model.error, model.finish_reason = ["We counted."], None, "stop"
+        await screen.say(pilot, "/full")
+        await choose("down")
+        await until(pilot, lambda: screen.answers(app) == ["We counted."] and idle(app))
+        await screen.say(pilot, "Two")
+        await until(pilot, lambda: len(model.seen) == 5 and idle(app))
+        assert model.given("assistant", "user")[1:] == ["We counted.", "Two"]
+        await screen.say(pilot, "/full")
+        await choose("down", "down")
+        await until(pilot, lambda: loads == [{"ctx": 256}] and idle(app))
 
 
 async def test_left_or_refused(model: FakeModel, opening: Opening) -> None:

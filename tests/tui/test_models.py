@@ -8,7 +8,8 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from textual.app import App
@@ -16,7 +17,7 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList, Static
 
 import localrt
-from localrt import DraftOffer, FoundModel, LocalModel, Preview, Variant
+from localrt import DraftOffer, FoundModel, LocalModel, Preview, Runnable, Variant
 from localrt.common.errors import (
     CancelledError,
     CheckpointError,
@@ -69,6 +70,7 @@ class FakeLibrary:
         self.budgets: dict[str, Any] = {}
         self.here = list(MODELS)
         self.previews: dict[str, Any] = dict(PREVIEWS)
+        self.runs: list[Runnable] = []
         self.asked: list[str] = []
         self.gate = threading.Event()
         self.gate.set()
@@ -85,6 +87,9 @@ class FakeLibrary:
         if isinstance(self.previews[name], LocalrtError):
             raise self.previews[name]
         return self.previews[name]
+
+    def recommended(self) -> list[Runnable]:
+        return self.runs
 
     def preview_size(self, nbytes: int, *, ram: Any) -> Preview:
         return Preview(fits=nbytes < 10**9, weight_bytes=nbytes, read_bytes=nbytes // 2)
@@ -204,6 +209,21 @@ async def test_list_and_previews(library: FakeLibrary) -> None:
         await until(pilot, lambda: app.chosen == ["org/chat:Q4_K_M"])
         assert library.asked == []  # nothing but the disk was looked at
         assert library.budgets == {"ram": "4GB"}
+
+
+async def test_recommended(library: FakeLibrary) -> None:
+    known, speed = find_known("gemma4:e2b"), SimpleNamespace(weights=3_100_000_000, tok_s=21.4)
+    assert known is not None
+    library.runs = [Runnable(known, "Q4_K_M", cast(Any, speed))]
+    app = Bare(library)
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: len(rows(app)) == 4 and "smollm2" in "".join(rows(app)))
+        assert "gemma4:e2b" in rows(app)[3]
+        assert "runs well on this PC · Q4_K_M · 3.1 GB · 21.4 tok/s" in rows(app)[3]
+        await pilot.press("pagedown", "enter")
+        await until(pilot, lambda: library.asked == [f"variants {known.repo} for 4GB"])
+        await pilot.press("escape", *"chat")
+        await until(pilot, lambda: "gemma4:e2b" not in "".join(rows(app)))
 
 
 async def test_damaged_file(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,17 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import localrt
 from localrt import History
 from localrt.cli import main
 from localrt.client.model import connect
 from localrt.mcp.toolbox import Toolbox
+from localrt.planning.forecast import PlannedContext
 from localrt.tui.conversation.generation import NO_TOOLS
 from localrt.tui.plain import PlainChat
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, saying, whole
@@ -173,15 +176,19 @@ def test_turns(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
     assert turns_of(tmp_path) == ["One"]
 
 
-def test_full(model: FakeModel, chat: Chat, tmp_path: Path) -> None:
-    model.info = replace(model.info, ctx=8, path=tmp_path / "none.gguf")
+def test_full(model: FakeModel, chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    longer = SimpleNamespace(contexts=[PlannedContext(4096, 1.0, True, nbytes=4_096_000)])
+    monkeypatch.setattr(localrt, "plan", lambda path: longer)
+    model.info = replace(model.info, ctx=8)
     model.answer, model.finish_reason = ["word "] * 7, "length"
     text = chat("One", "/full 9", "/full 1", "/continue")
     assert "(cut off: the context is full)\n/full 1: Leave out the oldest turns\n" in text
     assert "Error: give a number from /full" in text
     assert model.last_chat.options == {"overflow": "drop_oldest"}
     model.answer, model.finish_reason = ["We counted."], "stop"
-    text = chat("/full", "/full 2", "Go on", "/full 3", resume=True)
+    text = chat("/full", "/full 2", "Go on", "/full 3", "/full 4", resume=True)
+    assert "/full 3: A context of " in text
+    assert "localrt chat tiny-model --ctx " in text
     assert text.count("We counted.") == 2
     assert [each.options for each in model.seen[-2:]] == [{"overflow": "drop_oldest"}, {}]
     assert "Summarize" in model.given("user")[0]

@@ -20,7 +20,7 @@ from textual.drivers._writer_thread import MAX_QUEUED_WRITES
 from textual.message import Message
 
 from localrt import History, Turn
-from localrt.tui.terminal import PasteParser, Writer, copied_by_tool, keep_draft
+from localrt.tui.terminal import PasteParser, Writer, copied_by_tool
 from tests.waits import wait_for
 
 if os.name != "nt":
@@ -133,7 +133,7 @@ class Shell:
         """End the app as a logout does; the message that it kept."""
         os.kill(self.app, signal.SIGTERM)
         assert self.status == 143
-        return (self.folder / DATA / "draft.txt").read_text("utf-8")
+        return draft(self.folder)
 
 
 # -- ends ------------------------------------------------------------------------------------------
@@ -144,6 +144,14 @@ def kept(folder: Path) -> list[Turn]:
     with History(folder / DATA / "history.db") as history:
         found = history.list()
         return list(history.open(found[0].id).turns) if found else []
+
+
+def draft(folder: Path) -> str:
+    """The message that is kept with the conversation used last, or without one."""
+    with History(folder / DATA / "history.db") as history:
+        found = history.list()
+        unsent = history.open(found[0].id) if found else history.unsent()
+        return unsent.draft if unsent is not None else ""
 
 
 def kept_answer(folder: Path) -> str:
@@ -164,6 +172,8 @@ def test_signals(name: str, status: int, tmp_path: Path) -> None:
         shell.answer("a draft")
         assert shell.modes >= MODES
         assert termios.tcgetattr(shell.slave) != shell.before
+        if status < 0:  # a signal that the app cannot see
+            wait_for(lambda: draft(tmp_path) == "a draft")
         os.kill(shell.app, getattr(signal, name))
         assert shell.status == status
         wait_for(lambda: not shell.modes & MODES)
@@ -172,10 +182,7 @@ def test_signals(name: str, status: int, tmp_path: Path) -> None:
         assert b"\x1b[<u" in rest, "of the keys' protocol"
         assert rest.rfind(b"\x1b[?25h") > rest.rfind(b"\x1b[?25l")
     assert kept_answer(tmp_path) == "A whole sentence."
-    draft = tmp_path / DATA / "draft.txt"
-    assert draft.is_file() == (status > 0)
-    if status > 0:
-        assert draft.read_text("utf-8") == "a draft"
+    assert draft(tmp_path) == "a draft"
 
 
 @slow
@@ -186,7 +193,7 @@ def test_closed_terminal(tmp_path: Path) -> None:
         shell.answer("a draft")
         shell.close()
         assert shell.status == 129
-    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "a draft"
+    assert draft(tmp_path) == "a draft"
 
 
 def test_a_lost_terminal_holds_nobody_up() -> None:
@@ -228,11 +235,12 @@ async def work(screen):
     ids=["worker", "render"],
 )
 def test_crash(broken: str, tmp_path: Path) -> None:
-    keep_draft(tmp_path / DATA, "what was written: ")
+    with History(tmp_path / DATA / "history.db") as history:
+        history.new(model="m").keep_draft("what was written: ")
+        history._database._connection.execute("UPDATE aside SET writer = NULL")
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack, f"{BREAKS}ChatScreen.action_panel = {broken}")
         wait_for(lambda: shell.shows("what was written"))  # the draft of before
-        assert not (tmp_path / DATA / "draft.txt").exists()
         shell.type("Hi\r")
         wait_for(lambda: shell.shows("A whole sentence."))
         shell.type("secret word")
@@ -251,7 +259,7 @@ def test_crash(broken: str, tmp_path: Path) -> None:
     assert "secret" not in report.read_text("utf-8") + after
     assert stat.S_IMODE(report.stat().st_mode) == 0o600
     assert kept_answer(tmp_path) == "A whole sentence."
-    assert (tmp_path / DATA / "draft.txt").read_text("utf-8") == "secret word"
+    assert draft(tmp_path) == "secret word"
 
 
 # -- what arrives ----------------------------------------------------------------------------------

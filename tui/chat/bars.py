@@ -174,8 +174,9 @@ def waiting_hint(count: int, *, elsewhere: bool = False) -> str:
 
 def turn_hint(block: TurnBlock) -> str:
     """The hint that lists actions for the marked turn."""
-    parts = ["Enter menu", "Alt+C copy"]
-    parts.append("Alt+E edit" if isinstance(block, UserTurn) else "Ctrl+R again")
+    parts = ["Enter menu", "Alt+C copy", "Alt+E edit"]
+    if not isinstance(block, UserTurn):
+        parts.append("Ctrl+R again")
     if block.branches > 1:
         parts.append(f"Alt+←→ branch {block.branch}/{block.branches}")
     if block.foldable:
@@ -189,9 +190,11 @@ def turn_menu(block: TurnBlock) -> list[tuple[str, str]]:
     if isinstance(block, AnswerBlock):
         if block.code:
             menu.append(("copy('code')", f"Copy its last code block (of {len(block.code)})"))
-        menu.append(("retry", "Answer again"))
+        menu += [("retry", "Answer again"), ("edit", "Edit this answer")]
     elif isinstance(block, UserTurn):
         menu += [("edit", "Edit and send again"), ("retry", "Answer it again")]
+    menu.append(("command('fork')", "Copy all up to here to a new conversation"))
+    menu.append(("command('remove')", "Remove this and all after it"))
     if block.branches > 1:
         menu += [("branch('prev')", "Previous branch"), ("branch", "Next branch")]
     if block.foldable:
@@ -224,7 +227,7 @@ _SHOWN = {
 @dataclass(frozen=True, slots=True)
 class StatusBar:
     """What the footer shows: ``percent`` of the prompt processed, ``used`` tokens of ``ctx``, the
-    answer's ``metrics``.
+    answer's ``metrics``; ``temporary``: nothing of the conversation is written to the disk.
     """
 
     model: str = ""
@@ -234,6 +237,7 @@ class StatusBar:
     used: int = 0
     ctx: int | None = None
     metrics: Metrics | None = None
+    temporary: bool = False
 
 
 class Footer(Widget):
@@ -261,10 +265,6 @@ class Footer(Widget):
                 percent = min(100 * prefill.done // prefill.total, 100)
             self.change(phase=phase, percent=percent)
 
-    @property
-    def full(self) -> bool:
-        return self.status.ctx is not None and self.status.used >= self.status.ctx - 1
-
     def render(self) -> Content:
         return footer_line(self.status, self.size.width)
 
@@ -282,6 +282,8 @@ def footer_line(status: StatusBar, width: int) -> Content:
     if status.ctx is not None:
         context = f"context {human_count(status.used)} of {human_count(status.ctx)}"
     left = [(status.model, "bold", 1), (status.engine, FAINT, 5), (state, color, 0)]
+    if status.temporary:
+        left.append(("temporary", "$text-warning", 1))
     right = [
         (f"guessed {guesses}" if guesses else "", FAINT, 6),
         ("" if rate is None else f"{format_rate(rate)} tok/s", "$foreground", 2),

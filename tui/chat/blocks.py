@@ -330,7 +330,7 @@ class AnswerBlock(TurnBlock):
         self._markdown: MarkdownLines | None = None
         self._drawn = 0  # characters of the answer that are in ``_markdown``
         self.thinking_s: float | None = None
-        self.calls = False
+        self.calls = self.reopened = False
 
     @property
     def source(self) -> str:
@@ -360,8 +360,17 @@ class AnswerBlock(TurnBlock):
     def foldable(self) -> bool:
         return _thinks(split_thinking(self.source))
 
+    def reopen(self) -> None:
+        """From now on the next piece replaces the whole text."""
+        self.reopened, self.mark = True, ""
+        self.changed()
+
     def write(self, text: str) -> None:
         if text:
+            if self.reopened:
+                self.reopened = self._finished = False
+                self._pieces.clear()
+                self.changed()
             self._pieces.append(clean(text))
             self.grown()
 

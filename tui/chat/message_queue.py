@@ -21,7 +21,7 @@ from localrt.tui.chat.view import ConversationView
 from localrt.tui.conversation.attachments import SentMessage, draft_of
 from localrt.tui.conversation.generation import ROUNDS_OVER, AnswerUpdate, Reply
 from localrt.tui.conversation.open_conversation import OpenConversation, answer_note
-from localrt.tui.text import explained
+from localrt.tui.text import clean, explained
 
 if TYPE_CHECKING:
     from localrt import ChatSession, Turn
@@ -168,6 +168,14 @@ class MessageQueue:
         self._show_until(question)
         self._start(chat, question, draft_of(turns[place]), None, before=before)
 
+    def continue_answer(self, chat: ChatSession, turn: int) -> None:
+        """Go on with the last answer, which was stopped or cut, in its place.
+
+        Raises:
+            OptionError: turn ``turn`` cannot be continued.
+        """
+        self._start(chat, turn, SentMessage(""), None, continues=True)
+
     def look(self) -> AnswerUpdate | None:
         """Draw and return the text since the last call; None if there is nothing to do yet.
 
@@ -187,12 +195,11 @@ class MessageQueue:
             self._view.changed(now.answer)
         return update
 
-    def end(self, update: AnswerUpdate, *, full: bool) -> list[SentMessage]:
+    def end(self, update: AnswerUpdate) -> list[SentMessage]:
         """Close the answer with its last ``update``; if it calls tools, begin the calls.
 
         Args:
             update: with ``done`` set.
-            full: whether the context is full.
 
         Returns:
             Unanswered messages: a message refused or stopped before its first word, and those after
@@ -214,6 +221,12 @@ class MessageQueue:
             )
             self._now = now
             return []
+        if answer.reopened:  # nothing has come: it is as it was
+            _fill(answer, self.conversation.turns[-1])
+            self._view.changed(answer)
+            if update.error is not None:
+                self._view.add_notice(explained(update.error), "error")
+            return []
         taken_back = state == "cancelled" and not reply.rounds
         if (update.error is not None or taken_back) and not text:
             block = None if reply.rounds else now.block
@@ -231,6 +244,7 @@ class MessageQueue:
                 self.conversation.show(now.before)
             self.sync()
             return self.take_back()
+        full = update.is_full(reply.chat.capacity)
         answer.mark = answer_note(state, update.finish_reason, full=full)
         if not text and not answer.mark:
             answer.mark = "no answer"
@@ -302,6 +316,10 @@ class MessageQueue:
         for turn in turns:
             block = shown.get(turn.id)
             before = self._elsewhere.pop(turn.id, None)
+            last = before is None and turn is turns[-1] and not self.answering
+            if last and isinstance(block, AnswerBlock) and block.source != clean(turn.content):
+                block.reopen()  # another window has continued it
+                before = 0
             if block is None:
                 added.append(_block_of(turn))
             elif before is not None:
@@ -338,10 +356,18 @@ class MessageQueue:
         block: UserTurn | None,
         *,
         before: int | None = None,
+        continues: bool = False,
     ) -> None:
-        reply = Reply(chat, self.conversation, self._toolbox, question)
-        answer = self._new_answer(reply, block or self._view.turn(question))
-        self._now = _Running(reply, before, block, draft, answer, time.monotonic())
+        reply = Reply(chat, self.conversation, self._toolbox, question, continues=continues)
+        if continues:
+            shown = self._view.turn(reply.writer.turn)
+            assert isinstance(shown, AnswerBlock), "as its turn is one"
+            shown.reopen()
+            answer = shown
+        else:
+            answer = self._new_answer(reply, block or self._view.turn(question))
+        began = time.monotonic()
+        self._now = _Running(reply, before, block, draft, answer, began, reply.thought_s)
         reply.work.start()
         self._tell(reply.note())
 

@@ -19,7 +19,7 @@ from textual.timer import Timer
 from textual.worker import Worker
 
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.history.messages import Decision
+from localrt.history.messages import Decision, Way
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.bars import (
     FindBar,
@@ -31,7 +31,7 @@ from localrt.tui.chat.bars import (
     turn_menu,
     waiting_hint,
 )
-from localrt.tui.chat.blocks import Kind
+from localrt.tui.chat.blocks import AnswerBlock, Kind
 from localrt.tui.chat.composer import CommandMenu, Composer, edited
 from localrt.tui.chat.message_queue import FRAME_SECONDS, NOT_ANSWERED, MessageQueue
 from localrt.tui.chat.panel import LivePanel
@@ -89,7 +89,8 @@ class ChatScreen(Screen[None]):
         self.footer = Footer()
         self.footer.status = StatusBar(model=model)
         self._stop_loading, self._copy_text = stop_loading, copy
-        self._editing: int | None = None  # the user's turn being edited in the composer
+        self._editing: Turn | None = None  # in the composer
+        self._kept = ""  # the draft that the history has
         self._ticker: Timer | None = None  # while an answer is generated
         self._next: Callable[[], None] | None = None  # runs when the answer has ended
         self._reading: str | None = None  # what was typed, while its files are read
@@ -133,7 +134,7 @@ class ChatScreen(Screen[None]):
         self.reader.stop()
         self.panel.take(None)
         self.loading_line.progress, self.loading_line.display = None, True
-        self.footer.status = StatusBar(model=name)
+        self.footer.status = StatusBar(model=name, temporary=self.state.conversation.temporary)
         self.composer.placeholder = _WAITS_FOR_MODEL
 
     def idle(self, what: str) -> bool:
@@ -205,6 +206,8 @@ class ChatScreen(Screen[None]):
             self.hint.flash("Not sent: no model is loaded. F4 loads another, Ctrl+Q quits")
         elif self._editing is not None and not self.idle("edit"):
             self.composer.put(event.line)
+        elif self._editing is not None and self._editing.role != "user":
+            await self._try(event.line, partial(self._edit_answer, self._editing.id, line))
         elif self._reading is not None or "@" in line or attachments.holds_files(line):
             self._read_for(event.line, partial(self._send, line))
         else:
@@ -239,7 +242,10 @@ class ChatScreen(Screen[None]):
             text = attachments.labelled(text, read)
             notes = [file.note for _, file in read]
         if attachments.holds_files(text):
-            fit = attachments.fitted if session is None else partial(session.fitted, attachments)
+            keep = not self.state.conversation.temporary
+            fit = partial(attachments.fitted, keep=keep)
+            if session is not None:
+                fit = partial(session.fitted, attachments)
             text, more = await self.reader.run(partial(fit, text))
             notes += more
         for line in filter(None, notes):
@@ -248,11 +254,24 @@ class ChatScreen(Screen[None]):
         if draft.pictures and session is not None:
             draft = await asyncio.to_thread(session.measured, draft)
         editing, self._editing = self._editing, None
-        after = None if editing is None else self.state.conversation.before(editing)
+        after = None if editing is None else self.state.conversation.before(editing.id)
         self.view.mark(None)
         busy = session is None or self.queue.answering
         self.queue.add(draft, waiting=busy, after=after)
         self.send_next()
+
+    async def _edit_answer(self, number: int, text: str) -> None:
+        self.state.conversation.edit_answer(number, self.composer.attachments.unfolded(text))
+        self._editing = None
+        self._changed()
+
+    def _changed(self) -> None:
+        """Show the branch that the conversation shows now."""
+        self.view.mark(None)
+        self.queue.sync()
+        self.footer.change(metrics=None, used=0)
+        self._count_tokens()
+        self._show_hint()
 
     def send_next(self) -> None:
         session = self.state.session
@@ -260,6 +279,13 @@ class ChatScreen(Screen[None]):
             self.composer.put_back(self.queue.take_back())
         if session is not None and self.queue.send_next(session.chat):
             self._begin_watching()
+        self.keep_draft()
+
+    def keep_draft(self) -> None:
+        """Keep what is not sent yet with its conversation, if it has changed."""
+        if self.unsent != self._kept:
+            self._kept = self.unsent
+            self.state.conversation.keep_draft(self._kept)
 
     def _takes(self, pictures: Sequence[KeptPicture]) -> bool:
         """Whether the model sees pictures, or there are none; if not, tell the user."""
@@ -287,12 +313,17 @@ class ChatScreen(Screen[None]):
         if self.footer.status.percent is not None or self.footer.status.phase is Phase.GENERATING:
             self.panel.read(self.footer.status.percent)
         if update.done:
-            unanswered = self.queue.end(update, full=self.footer.full)
+            unanswered = self.queue.end(update)
             phase = Phase.TOOLS if self.queue.calling else Phase.READY
             self.footer.change(phase=phase, percent=None)
             if unanswered:
                 stopped = update.finish_reason == "cancelled"
                 self.composer.put_back(unanswered, select=stopped)
+            elif update.finish_reason in ("cancelled", "length"):
+                self.hint.flash("Alt+G goes on with this answer")
+            session = self.state.session
+            if session is not None and update.is_full(session.chat.capacity):
+                _: Worker[None] = self.run_worker(self.action_full)
             if not self.queue.answering and self._next is not None:
                 work, self._next = self._next, None
                 work()
@@ -304,6 +335,7 @@ class ChatScreen(Screen[None]):
 
     def _watch_others(self) -> None:
         """Show other windows' messages; a queued message may have waited for their answer."""
+        self.keep_draft()
         news = self.queue.catch_up()
         if not self.state.conversation.written_elsewhere:
             if news:
@@ -350,14 +382,17 @@ class ChatScreen(Screen[None]):
 
     # -- conversations ---------------------------------------------------------------------------
 
-    def open_conversation(self, change: Callable[[], None], done: str = "") -> None:
-        """Show another conversation once the current answer has ended."""
+    def open_conversation(self, change: Callable[[], str | None]) -> None:
+        """Show another conversation once the current answer has ended; ``change`` returns a line
+        about it.
+        """
         what = "The other conversation will open"
-        self.when_answered(what, lambda: self._open_conversation(change, done))
+        self.when_answered(what, lambda: self._open_conversation(change))
 
-    def _open_conversation(self, change: Callable[[], None], done: str) -> None:
+    def _open_conversation(self, change: Callable[[], str | None]) -> None:
+        left, text = self.state.conversation, self.composer.text
         try:
-            change()
+            done = change()
         except LocalrtError as error:
             self.say(one_line(error), "error")
             return
@@ -365,7 +400,10 @@ class ChatScreen(Screen[None]):
             self.reader.stop()
             self._editing = None
             waiting = self.queue.take_back()
-            self._show_conversation()
+            # What was typed stays with a conversation that the list shows.
+            taken = "" if (left.turns and left.saved) or left.temporary else text
+            left.keep_draft("" if taken else self.composer.attachments.unfolded(text))
+            self._show_conversation(taken)
             self.queue.add_waiting(waiting)
             self.view.add_notices(*(self.state.session.notes if self.state.session else ()))
             self.footer.change(metrics=None, used=0)
@@ -390,14 +428,21 @@ class ChatScreen(Screen[None]):
         if self._parking:
             await asyncio.wait(self._parking)
 
-    def _show_conversation(self) -> None:
+    def _show_conversation(self, typed: str = "") -> None:
+        """Show the open conversation, with its draft before what was ``typed``."""
         self.hint.refuse("")
-        self.queue.show(self.state.conversation)
-        turns = self.state.conversation.turns
+        conversation = self.state.conversation
+        self.queue.show(conversation)
+        self.footer.change(temporary=conversation.temporary)
+        self._kept = conversation.draft
+        self.composer.put("\n\n".join(filter(None, (self._kept, typed))))
+        turns = conversation.turns
         self.composer.remember(draft_of(turn) for turn in turns if turn.role == "user")
         open_end = turns and (turns[-1].role != "assistant" or "tool_calls" in turns[-1].info)
         if open_end and not self.state.conversation.written_elsewhere:
             self.view.add_notice(NOT_ANSWERED, "mark")
+        if conversation.prompt_line:
+            self.view.add_notice(conversation.prompt_line)
         self.view.follow()
 
     def action_conversations(self, search: str = "") -> None:
@@ -412,7 +457,15 @@ class ChatScreen(Screen[None]):
 
     def action_new(self) -> None:
         if self.state.conversation.turns or self.view.blocks:
-            self.open_conversation(self.state.new, "New conversation")
+            self.open_conversation(self.state.new)
+
+    def action_temporary(self) -> None:
+        self.open_conversation(lambda: self.state.new(temporary=True))
+
+    def action_fork(self) -> None:
+        """Copy the conversation up to the marked or last turn, and open the copy."""
+        if turn := self._marked_or_last():
+            self.open_conversation(lambda: self.state.fork(turn.id))
 
     def action_rename(self, title: str = "") -> None:
         """Name the conversation; without a name ask for one."""
@@ -430,25 +483,90 @@ class ChatScreen(Screen[None]):
         self.view.mark_next(step)
         self._show_hint()
 
+    def _marked_or_last(self) -> Turn | None:
+        """The marked or last turn; if there is none, tell the user."""
+        turns, marked = self.state.conversation.turns, self.view.marked_turn
+        if not turns:
+            self.hint.flash("Nothing has been said yet")
+            return None
+        return next((turn for turn in turns if turn.id == marked), turns[-1])
+
     def action_edit(self) -> None:
-        """Put a user's turn into the composer; sending it begins a branch."""
+        """Put a user's turn or the marked answer into the composer; sending it begins a branch."""
         if (turn := self._question("edit")) is None:
             return
-        self._editing = turn.id
-        self.composer.put_draft(draft_of(turn))
+        marked = self.view.marked
+        if isinstance(marked, AnswerBlock) and (answer := self._marked_or_last()):
+            turn = answer
+            self.composer.put(as_typed(marked.spoken))
+        else:
+            self.composer.put_draft(draft_of(turn))
+        self._editing = turn
         self.view.mark(self.view.turn(turn.id))
         self._show_hint()
+
+    def action_continue(self) -> None:
+        """Go on with the last answer."""
+        self.view.mark(None)
+        if last := self._marked_or_last():
+            self.queue.continue_answer(self.state.loaded.chat, last.id)
+            self._watch_from_start()
+
+    def action_remove(self) -> None:
+        """Remove the marked or last turn, and what follows."""
+        if (turn := self._marked_or_last()) is None:
+            return
+        turns = self.state.conversation.turns
+        after = len(turns) - turns.index(turn) - 1
+
+        def remove(yes: bool) -> None:
+            try:
+                self.state.remove(turn.id)
+            except LocalrtError as error:
+                self.say(one_line(error), "error")
+            self._changed()
+
+        more = f" and the {after} after it" if after else ""
+        question = f"Remove this turn{more}, with all branches? This cannot be undone."
+        ask(self, Confirm(question, "remove"), remove)
 
     def action_retry(self) -> None:
         if (turn := self._question("retry")) is None:
             return
         if not self._takes(turn.pictures):
             return
-        self.view.mark(None)
         self.queue.answer_again(self.state.loaded.chat, turn.id)
+        self._watch_from_start()
+
+    def _watch_from_start(self) -> None:
+        self.view.mark(None)
         self.view.follow()
         self._begin_watching()
         self._show_hint()
+
+    async def action_full(self) -> None:
+        """Ask what to do about a full context, and do it."""
+        session = self.state.loaded
+        self.hint.flash("Looking for ways out of a full context")
+        ways = await asyncio.to_thread(session.ways_out)
+        if session is self.state.session and self.is_active and not self.queue.answering:
+            dialog = Choose("The context is full", [(way.name, way.label) for way in ways])
+            ask(self, dialog, lambda name: self._take_way(next(w for w in ways if w.name == name)))
+
+    def _take_way(self, way: Way) -> None:
+        turns = self.state.conversation.turns
+        if way.name == "oldest":
+            self.state.loaded.set("overflow drop_oldest")
+            self.say("From now on the oldest turns are left out: send the message, or Alt+G")
+        elif way.name == "summary" and turns:
+            question = self.state.conversation.begin_summary()
+            self.queue.sync()
+            self.queue.answer_again(self.state.loaded.chat, question.id)
+            self._watch_from_start()
+        elif way.name == "longer":
+            self.call_later(self.run_action, f"app.load_longer({way.ctx})")
+        else:
+            self.action_new()
 
     def _question(self, what: str) -> Turn | None:
         if not self.idle(what):
@@ -532,7 +650,9 @@ class ChatScreen(Screen[None]):
 
     async def action_command(self, name: str) -> None:
         """Run the command of a key, without an argument."""
-        await self._run(Command(name, ""))
+        command = Command(name, "")
+        if not (entry := command.entry()) or not entry.idle or self.idle(name):
+            await self._run(command)
 
     def action_delete(self) -> None:
         state, conversation = self.state, self.state.conversation
@@ -540,8 +660,7 @@ class ChatScreen(Screen[None]):
         question += state.damaged_copies
 
         def delete(yes: bool) -> None:
-            done = "Deleted. This is a new conversation"
-            self.open_conversation(lambda: state.delete(conversation.id), done)
+            self.open_conversation(lambda: state.delete(conversation.id))
 
         ask(self, Confirm(question, "delete"), delete)
 
@@ -558,12 +677,14 @@ class ChatScreen(Screen[None]):
         self.hint.flash(f"{file.name} is attached{more}")
 
     def action_load(self, path: str) -> None:
-        self.open_conversation(lambda: self.state.load(path), f"Opened {path}")
+        self.open_conversation(lambda: self.state.load(path))
 
     def action_saved(self) -> None:
         """Ctrl+S: say that conversations are saved automatically."""
         place = "Conversations are saved automatically"
-        if not self.state.conversation.saved:
+        if self.state.conversation.temporary:
+            place = "This conversation is temporary: it is never on the disk"
+        elif not self.state.conversation.saved:
             place = "This conversation is not on disk"
         self.hint.flash(f"{place}; /export saves one to a file")
 
@@ -617,7 +738,8 @@ class ChatScreen(Screen[None]):
         if self._reading is not None:
             hint = "Reading files: Esc stops that"
         elif self._editing is not None:
-            hint = "Editing: Enter sends it as a new branch, Esc cancels"
+            does = "sends it" if self._editing.role == "user" else "keeps it"
+            hint = f"Editing: Enter {does} as a new branch, Esc cancels"
         elif self.queue.waiting:
             elsewhere = self.state.conversation.written_elsewhere
             hint = waiting_hint(self.queue.waiting, elsewhere=elsewhere)

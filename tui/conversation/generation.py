@@ -229,10 +229,7 @@ class Reply:
 
     ``work`` streams an answer, once started; ``end`` saves the answer and begins its ``calls``.
     When those have ended, ``go_on`` prepares the next answer.
-
-    Args:
-        question: the turn that is answered, or with ``continues`` the answer that goes on.
-        summary: of messages that are too long together; they end with the request for it.
+    With ``continues``, the answer ``question`` goes on.
     """
 
     def __init__(
@@ -243,7 +240,6 @@ class Reply:
         question: int,
         *,
         continues: bool = False,
-        summary: Sequence[Message] = (),
     ) -> None:
         self.chat, self._conversation, self._toolbox = chat, conversation, toolbox
         self.rounds = 0  # rounds of calls before this answer
@@ -253,26 +249,22 @@ class Reply:
             messages = conversation.messages(continued=writer.turn)
             self.thought_s = conversation.turns[-1].info.get("thinking_s")
             self._prepare(writer, messages, chat.continue_answer)
-        elif summary:
-            self.rounds = ROUNDS  # without tools
-            begin = partial(chat.stream, overflow="drop_oldest")
-            self._prepare(conversation.answer(after=question), summary, begin)
         else:
             self._answer(question)
 
     def _answer(self, after: int) -> None:
-        writer = self._conversation.answer(after=after)
-        messages = self._conversation.messages(before=writer.turn)
-        self._prepare(writer, messages, self.chat.stream)
+        kept = self._conversation
+        begin: Callable[..., Iterator[Chunk]] = self.chat.stream
+        writer = kept.answer(after=after)
+        if messages := kept.to_summarize(writer.turn):
+            begin = partial(begin, overflow="drop_oldest")
+        self._prepare(writer, messages or kept.messages(before=writer.turn), begin)
 
     def _prepare(
-        self,
-        writer: AnswerWriter,
-        messages: Sequence[Message],
-        begin: Callable[..., Iterator[Chunk]],
+        self, writer: AnswerWriter, messages: list[Message], begin: Callable[..., Iterator[Chunk]]
     ) -> None:
         self.calls: list[CallTurn] = []
-        self.writer, self.chat.messages = writer, list(messages)
+        self.writer, self.chat.messages = writer, messages
         self.work = Generation(self.chat, begin, writer, self._toolbox, last=self.last)
 
     @property

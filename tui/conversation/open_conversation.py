@@ -240,9 +240,7 @@ class OpenConversation:
     @property
     def draft(self) -> str:
         """The message that was not sent, or that is being written."""
-        with suppress(StorageError):
-            return self._stored.draft
-        return ""
+        return self._stored.draft
 
     def keep_draft(self, text: str) -> None:
         self._stored.keep_draft(text)
@@ -259,14 +257,20 @@ class OpenConversation:
         self._writing.discard(writer.turn)
         self._read()
 
-    def begin_summary(self) -> tuple[Turn, list[Message]]:
-        """Begin a branch at the root that goes on from a summary of this one.
+    def begin_summary(self) -> Turn:
+        """Begin a branch at the root with the request for a summary of this one."""
+        request, last = summary_turns((), None)[1], self.turns[-1].id
+        return self.add("user", request, after=0, info={"summary_of": last})
 
-        Returns:
-            The turn that asks for the summary, and the messages that it is made of.
-        """
-        messages, request = summary_turns(self.turns, self.system, sees=self.sees)
-        return self.add("user", request, after=0), messages
+    def to_summarize(self, before: int) -> list[Message]:
+        """The messages whose summary turn ``before`` will be; none if it is another answer."""
+        question = self.question(before)
+        if question is None or self.before(before) != question.id:
+            return []
+        with suppress(StorageError, KeyError):  # that branch was removed, or there is none
+            turns = self._stored.branch(question.info["summary_of"])
+            return summary_turns(turns, self.system, sees=self.sees)[0]
+        return []
 
     def show(self, number: int) -> None:
         self._change(lambda: self._stored.show(number))

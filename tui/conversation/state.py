@@ -124,15 +124,15 @@ class Session:
         messages = self.conversation.messages()
         return self.model.count(messages) if messages else 0
 
-    def ways_out(self, used: int | None = None) -> tuple[Way, ...]:
-        """What can be done when the context is full of ``used`` tokens; takes a while."""
-        ctx, info = self.chat.capacity, self.model.info
+    def ways_out(self) -> tuple[Way, ...]:
+        """What can be done when the context is full; takes a while."""
+        info = self.model.info
         if info.engine == "remote":  # a server has its own ways
             return ways_out(0, 0)[-1:]
         contexts: Sequence[PlannedContext] = ()
         with suppress(LocalrtError):
             contexts = localrt.plan(str(info.path)).contexts
-        return ways_out(used or self.tokens(), ctx, contexts)
+        return ways_out(self.tokens(), self.chat.capacity, contexts)
 
     def leave(self) -> None:
         """Save the KV cache to disk for the next time, and free it; takes a while."""
@@ -404,6 +404,8 @@ class ChatState:
         if not path:
             raise OptionError("/load needs the path of a file with conversations")
         found = self.history.load_file(path)
+        if not found.conversations:
+            raise StorageError("; ".join(found.left_out) or f"no conversation is in {path}")
         newest = max(reversed(found.conversations), key=lambda each: each.updated)
         system = self.system or newest.system or self.defaults.system
         newest.set(system=system, options={**newest.options, **self.options})
@@ -412,11 +414,13 @@ class ChatState:
         more = () if count == 1 else (f"{count} conversations, this is the newest",)
         return "; ".join((f"Opened {path}", *more, *found.left_out))
 
-    def delete(self, id: str) -> None:
-        """Delete a conversation; if it is open, a new one replaces it."""
+    def delete(self, id: str) -> str:
+        """Delete a conversation; if it is open, a new one replaces it. Returns the line to show."""
         self.history.delete(id)
-        if id == self.conversation.id:
-            self.new()
+        if id != self.conversation.id:
+            return "Deleted"
+        self.new()
+        return "Deleted. This is a new conversation"
 
     @property
     def damaged_copies(self) -> str:

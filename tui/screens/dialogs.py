@@ -365,7 +365,7 @@ def help_page(keys: Sequence[Key] = KEYS, width: int = 80) -> Content:
 
 NEW = "new"  # the answer for a new conversation; ids are longer
 _PAUSE = 0.15  # seconds without a key before a search begins
-_KEYS = "Enter open · F2 rename · Ctrl+D delete · Ctrl+N new · Esc back"
+_KEYS = "Enter open · F2 rename · Ctrl+T pin · Ctrl+D delete · Ctrl+N new · Esc back"
 
 
 class ConversationsScreen(SearchDialog["ConversationInfo"]):
@@ -375,6 +375,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         Binding("f2,ctrl+r", "rename", show=False, priority=True),
         Binding("ctrl+d,ctrl+delete", "delete", show=False, priority=True),
         Binding("ctrl+n", f"dismiss({NEW!r})", show=False, priority=True),
+        Binding("ctrl+t", "pin", show=False, priority=True),
     ]
 
     def __init__(self, state: ChatState, search: str = "") -> None:
@@ -405,6 +406,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         facts = f"{human_when(item.updated, time.time())} · {item.turns} turns · {model}"
         parts = [
             (here, "$text-accent"),
+            ("* " if item.pinned else "", "$text-accent"),
             (clean(item.title) or "Untitled", "bold"),
             (f"\n  {facts}", FAINT),
         ]
@@ -423,6 +425,10 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             self._change(lambda: self._state.rename(info.id, title.strip()))
 
         ask(self, Ask("Name of the conversation", info.title), rename)
+
+    def action_pin(self) -> None:
+        if (info := self.chosen) is not None:
+            self._change(lambda: self._state.pin(info.id))
 
     def action_delete(self) -> None:
         if (info := self.chosen) is None:

@@ -24,10 +24,10 @@ from textual.widgets import OptionList, Static
 from textual.worker import Worker, WorkType
 
 import localrt
-from localrt import FoundModel, LocalModel
+from localrt import FoundModel, LocalModel, Runnable
 from localrt.common.errors import CancelledError, LocalrtError
 from localrt.common.files import user_path
-from localrt.common.formatting import format_bytes
+from localrt.common.formatting import format_bytes, format_rate
 from localrt.hub.names import KNOWN_MODELS, KnownModel
 from localrt.tui.conversation.generation import BackgroundTask
 from localrt.tui.loading_line import LoadingLine
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from localrt import DraftOffer, Preview, Variant
 
 _Answer = TypeVar("_Answer")
-_Row = LocalModel | KnownModel | FoundModel | Path | Literal["search"]
+_Row = LocalModel | KnownModel | FoundModel | Runnable | Path | Literal["search"]
 _Pulled = tuple[str, "DraftOffer | None"]  # a model's name, and a draft model for it
 _PREVIEWED = ("ram", "gpu_memory", "ctx", "kv_format", "device", "engine")
 _PAUSE = 0.2  # seconds that a row is highlighted before its plan is computed
@@ -107,6 +107,7 @@ class ModelsScreen(SearchDialog[_Row]):
         self._current = current
         self._local_models: Sequence[LocalModel] = ()
         self._uses: Mapping[str, float] = {}
+        self._recommended: Sequence[Runnable] = ()
         self._hub_models: Sequence[FoundModel] = ()
         self._hub_query = ""  # the last search on the hub
         self._asking = False  # keep showing "Asking the hub"
@@ -118,6 +119,16 @@ class ModelsScreen(SearchDialog[_Row]):
     def on_mount(self) -> None:
         self._ticker = self.set_interval(_FRAME, self._watch_pull, pause=True)
         self._look()
+        self._later(self._recommend, "recommend")
+
+    async def _recommend(self) -> None:
+        """List what runs well on this PC, below the models that are here."""
+        self._recommended = await asyncio.to_thread(localrt.recommended)
+        if not self._recommended:
+            return
+        row = self.chosen
+        here = _name(row) if isinstance(row, LocalModel | Path) else None
+        self.fill(here, self.rows.highlighted or 0)
 
     def on_unmount(self) -> None:
         if self._pull is not None:
@@ -159,6 +170,9 @@ class ModelsScreen(SearchDialog[_Row]):
             known = (model for model in KNOWN_MODELS if model.repo not in names)
             fitting = (model for model in known if all(word in model.name for word in words))
             rows += [*islice(fitting, _MOST_NAMES), "search"]
+        if not words:
+            others = [each for each in self._recommended if each.model.repo not in names]
+            rows += others[:_MOST_NAMES]
         name = keep or (self._current if not words else None)
         preview = [_name(row) if isinstance(row, LocalModel | Path) else None for row in rows]
         place = preview.index(name) if name is not None and name in preview else place
@@ -173,6 +187,8 @@ class ModelsScreen(SearchDialog[_Row]):
             return _drawn("? ", f"Search the hub for “{words}”", "Uses the network")
         if isinstance(item, KnownModel):
             return _drawn("↓ ", item.name, item.repo)
+        if isinstance(item, Runnable):
+            return _drawn("↓ ", item.model.name, " · ".join(_runs(item)))
         if isinstance(item, FoundModel):
             facts = [f"{human_count(item.downloads)} downloads", *item.kinds]
             facts += ["licence must be accepted"] if item.gated else []
@@ -203,7 +219,7 @@ class ModelsScreen(SearchDialog[_Row]):
         if self._asking or self._pull is not None:
             return
         if not isinstance(row, LocalModel | Path) or is_mere_folder(row):
-            on_hub = isinstance(row, KnownModel | FoundModel)
+            on_hub = isinstance(row, KnownModel | FoundModel | Runnable)
             self._say("Enter lists its files" if on_hub else "")
             return
         preview = self._previews.get(_name(row))
@@ -247,8 +263,9 @@ class ModelsScreen(SearchDialog[_Row]):
             self.line.cursor_position = len(self.line.value)
         elif isinstance(item, LocalModel | Path):
             self._load(item)
-        elif isinstance(item, KnownModel | FoundModel):
-            repo = item.name if isinstance(item, FoundModel) else item.repo
+        elif isinstance(item, KnownModel | FoundModel | Runnable):
+            known = item.model if isinstance(item, Runnable) else item
+            repo = known.name if isinstance(known, FoundModel) else known.repo
             self._later(partial(self._offer, repo), "hub")
         else:
             self.action_search()
@@ -452,6 +469,15 @@ def _where(preview: Preview | str) -> str:
     if preview.fits:
         return "fits on the GPU" if preview.place == "GPU" else "fits in RAM"
     return "streamed"
+
+
+def _runs(item: Runnable) -> list[str]:
+    """What is known of a model that is not here yet."""
+    facts = ["runs well on this PC", item.quantization or ""]
+    if item.expected is not None:
+        facts.append(format_bytes(item.expected.weights))
+        facts.append(f"{format_rate(item.expected.tok_s)} tok/s")
+    return facts
 
 
 def _drawn(mark: str, title: str, facts: str) -> Content:
