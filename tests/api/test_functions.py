@@ -282,7 +282,7 @@ def test_misspelt_options(tmp_path: Path) -> None:
         "import localrt\nmodel = localrt.load()\nchat = model.chat(temperature=0.5)\n"
         "model.generate('a', temprature=1.0)\nmodel.generate('a', top_k='b')\n"
         "chat.send('a', max_token=1)\nlocalrt.Modle\n"
-        "model.generate('a', top_k=1, json_schema=int, tools=[print], run_tools=True)\n"
+        "chat.send('a', top_k=1, json_schema=int, tools=[print], run_tools=True)\n"
     )
     command = [
         sys.executable,

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from localrt.common.errors import CancelledError, ContextOverflowError, LocalrtError
 from localrt.common.progress import NOTE, Progress
@@ -206,7 +206,7 @@ class Generation(BackgroundTask[bool]):
     def _chunks(self, tools: Sequence[Mapping[str, object]]) -> Iterator[Chunk]:
         """The chunks of the answer; if a server refuses tools, it is asked without them."""
         if tools:
-            choice = {"tool_choice": "none"} if self._last else {}
+            choice: dict[str, Any] = {"tool_choice": "none"} if self._last else {}
             began = False
             try:
                 for chunk in self._begin(tools=tools, on_progress=self.show, **choice):

@@ -186,8 +186,8 @@ class Session:
         Raises:
             OptionError: the model does not accept them; nothing is changed.
         """
-        cleared = dict.fromkeys(self.chat.options)
-        self.chat.set(**{**cleared, **preset.options})
+        changed: dict[str, Any] = {**dict.fromkeys(self.chat.options), **preset.options}
+        self.chat.set(**changed)
         self.conversation.set(options=dict(self.chat.options))
         if preset.system is not None:
             self.system(preset.system.strip() or "none")
