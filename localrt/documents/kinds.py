@@ -87,19 +87,15 @@ MOST_READ = 32 << 20  # bytes: the most that is read of a file without pages
 Reader: TypeAlias = Callable[[Path | bytes, str, int], Iterator[Page]]
 
 # By suffix: the module and function that read it, and its media types.
-_OFFICE, _OPEN = (
-    "application/vnd.openxmlformats-officedocument",
-    "application/vnd.oasis.opendocument",
-)
+_OFFICE = "application/vnd.openxmlformats-officedocument"
 _KINDS = {
     ".pdf": ("pdf", "pdf_pages", "application/pdf"),
     ".docx": ("office", "read_word", f"{_OFFICE}.wordprocessingml.document"),
     ".pptx": ("office", "read_slides", f"{_OFFICE}.presentationml.presentation"),
     ".xlsx": ("sheets", "read_sheets", f"{_OFFICE}.spreadsheetml.sheet"),
     ".xls": ("sheets", "read_sheets", "application/vnd.ms-excel"),
-    ".ods": ("sheets", "read_sheets", f"{_OPEN}.spreadsheet"),
+    ".ods": ("sheets", "read_sheets", "application/vnd.oasis.opendocument.spreadsheet"),
     ".rtf": ("web", "read_rich_text", "application/rtf", "text/rtf"),
-    ".odt": ("web", "read_text", f"{_OPEN}.text"),
     ".html": ("web", "read_web", "text/html", "application/xhtml+xml"),
     ".mhtml": ("web", "read_saved_page", "multipart/related", "application/x-mimearchive"),
     ".epub": ("web", "read_book", "application/epub+zip"),
@@ -110,7 +106,8 @@ _ALSO = {".htm": ".html", ".xhtml": ".html", ".mht": ".mhtml", ".xlsm": ".xlsx",
 _TYPES = {name: suffix for suffix, (_, _, *names) in _KINDS.items() for name in names}
 # Kinds that are not read, and what to save them as.
 _SAVE_AS = {
-    **{".doc": ".docx", ".docm": ".docx", ".pages": ".docx", ".msg": ".eml", ".mobi": ".epub"},
+    **{".doc": ".docx", ".docm": ".docx", ".odt": ".docx", ".pages": ".docx"},
+    **{".msg": ".eml", ".mobi": ".epub"},
     **{".ppt": ".pptx", ".pptm": ".pptx", ".odp": ".pptx", ".key": ".pptx", ".numbers": ".xlsx"},
 }
 

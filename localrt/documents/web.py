@@ -1,5 +1,5 @@
 """HTML as Markdown, by turbohtml, which parses as browsers do; and what holds HTML or the like:
-books (EPUB), OpenDocument texts, rich text, e-mails and notebooks.
+books (EPUB), rich text, e-mails and notebooks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import io
 import json
 import re
 import zipfile
-from collections import Counter, defaultdict
+from collections import Counter
 from email.message import EmailMessage
 from posixpath import dirname, join, normpath
 from typing import Any
@@ -145,79 +145,6 @@ def read_book(data: bytes) -> Page:
             tree = turbohtml.parse(page, detect_encoding=True, scripting=True)
             parts.append(markdown(tree.find("body") or tree, left_out))  # no titles
     return Page("\n\n".join(parts), left_out=left_out)
-
-
-# What OpenDocument's elements are in HTML.
-_TEXT_TAGS = {
-    **{"p": "p", "list-item": "li", "list-header": "li", "line-break": "br"},
-    **{"table": "table", "table-header-rows": "thead", "table-row": "tr"},
-    **{"table-cell": "td", "covered-table-cell": "td", "section": "div"},
-}
-
-
-def read_text(data: bytes) -> Page:
-    """An OpenDocument text, with notes where their numbers were."""
-    with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        names = [each for each in archive.namelist() if re.search("(content|styles).xml$", each)]
-        trees = {name: _part(archive, name) for name in names}
-    content, left_out = trees["content.xml"], Counter[str]()
-    for each in _all(content, "object"):
-        held = trees.get(normpath(f"{_local(each, 'href')}/content.xml"), each)
-        told = " ".join(formula.text for formula in _all(held, "annotation"))
-        left_out["embedded object"] += not told
-        each.parent.replace_with(turbohtml.Text(told))
-    left_out["picture"] = len(_all(content, "image"))
-    left_out["comment"] = len(_all(content, "annotation"))
-    for each in [*_all(content, "tracked-changes"), *_all(content, "annotation")]:
-        each.decompose()
-    for each in _all(content, "note"):
-        told = " ".join(line.text for line in _all(each, "p"))
-        each.replace_with(turbohtml.Text(f" [note: {told}]"))
-    _set_lists(content, [*trees.values()])
-    raised = {
-        _local(style, "name") for style in _all(content, "style") if '="super' in style.inner_html
-    }
-    for each in [*content.descendants]:
-        name = _name(each)
-        if name in ("tab", "s"):
-            each.replace_with(turbohtml.Text(" "))
-        elif name == "h":
-            each.tag = f"h{min(_count(_local(each, 'outline-level')), 6)}"
-        elif name == "span" and _local(each, "style-name") in raised:
-            each.tag = "sup"
-        elif name in _TEXT_TAGS:
-            each.tag = _TEXT_TAGS[name]
-    body = _all(content, "text")[0].inner_html.replace("</br>", "")
-    return Page(markdown(turbohtml.parse(body), Counter()), left_out=left_out)
-
-
-def _set_lists(content: Any, trees: list[Any]) -> None:
-    """Make lists those of HTML, whose styles ``trees`` have."""
-    numbered = {
-        (_local(style, "name"), _count(_local(level, "level")))
-        for tree in trees
-        for style in _all(tree, "list-style")
-        for level in _all(style, "list-level-style-number")
-    }
-    last = defaultdict[str, list[int]](lambda: [0] * 11)  # numbers of a style's levels
-    for each in _all(content, "list"):  # one in a list has its style
-        outer = [up for up in each.ancestors if _name(up) in ("ol", "ul")]
-        style = _local(each, "style-name") or (_local(outer[0], "style-name") if outer else "")
-        level = min(len(outer) + 1, 10)
-        each.tag = "ol" if (style, level) in numbered else "ul"
-        goes_on = _local(each, "continue-numbering") == "true" or _local(each, "continue-list")
-        if _has_text(each.parent) if outer else not goes_on:
-            last[style][level:] = [0] * (11 - level)
-        each.attrs.update({"style-name": style, "start": str(last[style][level] + 1)})
-        for item in filter(_name, each.children):
-            if _has_text(item):
-                last[style][level] += 1
-            else:
-                item.tag = "div"  # it only holds a list that goes on
-
-
-def _has_text(item: Element) -> bool:
-    return any(_name(each) in ("p", "h") for each in item.children)
 
 
 def _all(tree: Any, name: str) -> list[Any]:

@@ -218,14 +218,12 @@ NOTEBOOK = json.dumps(
     }
 ).encode()
 OPEN = "urn:oasis:names:tc:opendocument:xmlns:"
-_OPEN_NAMES = " ".join(
-    f'xmlns:{each}="{OPEN}{each}:1.0"' for each in ("office", "text", "table", "style", "draw")
-)
+_OPEN_NAMES = " ".join(f'xmlns:{each}="{OPEN}{each}:1.0"' for each in ("office", "text", "table"))
 
 
-def opened(kind: str, body: str, styles: str = "") -> bytes:
-    """An OpenDocument file: a ``text`` or a ``spreadsheet``."""
-    media_type = f"application/vnd.oasis.opendocument.{kind}"
+def spreadsheet(body: str) -> bytes:
+    """An OpenDocument spreadsheet."""
+    media_type = "application/vnd.oasis.opendocument.spreadsheet"
     entries = "".join(
         f'<manifest:file-entry manifest:full-path="{path}" manifest:media-type="{of}"/>'
         for path, of in (("/", media_type), ("content.xml", "text/xml"))
@@ -236,8 +234,7 @@ def opened(kind: str, body: str, styles: str = "") -> bytes:
             "mimetype": media_type,
             "META-INF/manifest.xml": f"<manifest:manifest {names}>{entries}</manifest:manifest>",
             "content.xml": f'<office:document-content {_OPEN_NAMES} office:version="1.2">'
-            f"<office:automatic-styles>{styles}</office:automatic-styles>"
-            f"<office:body><office:{kind}>{body}</office:{kind}></office:body>"
+            f"<office:body><office:spreadsheet>{body}</office:spreadsheet></office:body>"
             "</office:document-content>",
         }
     )
@@ -365,7 +362,6 @@ SEEDS: dict[str, bytes | str] = {
     ".xlsx": xlsx(("Sales", "visible", '<row r="1"><c r="A1"><v>1</v></c></row>')),
     ".pptx": pptx(shape("Title", "title"), notes="Thanks"),
     ".epub": book("<p>One</p>"),
-    ".odt": opened("text", "<text:p>One</text:p>"),
     ".eml": MAIL,
     ".mhtml": SAVED_PAGE,
     ".rtf": RICH,
