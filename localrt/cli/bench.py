@@ -46,7 +46,7 @@ from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
-from localrt.hub import DEMO_NAME, list_models, resolve, resolve_adapter
+from localrt.hub import DEMO_NAME, list_models, resolve
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 from localrt.offload.hardware import Machine
@@ -243,11 +243,6 @@ def _run_mix(args: argparse.Namespace) -> int | None:
     mix = read_mix(args.mix, models=named, every=args.model, seconds=args.seconds)
     settings = Settings.from_environment()
     paths = {name: _resolved(model)[1] for name, model in mix.models.items()}
-    apps = [
-        replace(app, adapter=app.adapter and str(resolve_adapter(app.adapter, settings=settings)))
-        for app in mix.apps
-    ]
-    mix = replace(mix, apps=tuple(apps))
     servers = make_servers(
         mix,
         paths,

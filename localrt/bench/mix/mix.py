@@ -22,7 +22,7 @@ import numpy as np
 
 from localrt.bench.workload import SENTENCES
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.files import parse_json, read_text, text_lines, user_path
+from localrt.common.files import read_text
 from localrt.common.formatting import one_line, parse_size
 from localrt.common.option_names import did_you_mean, option
 from localrt.engine.batch.chunked_prefill import CLASSES
@@ -77,7 +77,7 @@ def session(app: App, index: int, seed: int) -> Session:
     if app.kind == "completion":
         file = random.Random(f"{seed}/{app.name}/file {index // _STAY}")
         return _completion(app, index, rng, file)
-    return _SESSIONS[app.kind](app, index, rng)
+    return _SESSIONS[app.kind](app, rng)
 
 
 def marked(request: AppRequest, mark: str) -> AppRequest:
@@ -93,19 +93,19 @@ def marked(request: AppRequest, mark: str) -> AppRequest:
     return replace(request, body=body)
 
 
-def _chat(app: App, index: int, rng: random.Random) -> Session:
+def _chat(app: App, rng: random.Random) -> Session:
     messages: list[dict[str, str]] = []
     pause_s = 0.0
-    for turn in range(app.turns):
-        text = _text(app, index * app.turns + turn, rng, "What happened next, and why?")
+    for _ in range(app.turns):
+        text = _text(app, rng, "What happened next, and why?")
         messages.append({"role": "user", "content": text})
         answer = yield _ask(app, rng, messages, pause_s)
         messages.append({"role": "assistant", "content": answer})
         pause_s = len(answer.split()) / _READ_WORDS_S
 
 
-def _agent(app: App, index: int, rng: random.Random) -> Session:
-    task = _text(app, index, rng, "Find out who paid, with the tools read, list and search.")
+def _agent(app: App, rng: random.Random) -> Session:
+    task = _text(app, rng, "Find out who paid, with the tools read, list and search.")
     messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": task}]
     for _ in range(app.turns):
         answer = yield _ask(app, rng, messages)
@@ -114,9 +114,9 @@ def _agent(app: App, index: int, rng: random.Random) -> Session:
         messages.append({"role": "user", "content": f"Result of the tool: {found}"})
 
 
-def _one(app: App, index: int, rng: random.Random) -> Session:
+def _one(app: App, rng: random.Random) -> Session:
     """One long text and one answer, for summaries and batches."""
-    text = _text(app, index, rng, "Summarize this text in a few sentences.")
+    text = _text(app, rng, "Summarize this text in a few sentences.")
     yield _ask(app, rng, [{"role": "user", "content": text}])
 
 
@@ -127,7 +127,7 @@ def _completion(app: App, index: int, rng: random.Random, file: random.Random) -
     The text after the cursor comes first, so that it is a plain continuation, which every server
     and model supports.
     """
-    before = _text(app, index // _STAY, file, make=_code)
+    before = _text(app, file, make=_code)
     after, more = _code(app.prompt_words // 3, file), _code(app.prompt_words // 3, file)
     typed = more[: len(more) * (index % _STAY) // _STAY]
     text = f"# After the cursor:\n{after}\n# Before it:\n{before}\n{typed}"
@@ -138,12 +138,11 @@ def _completion(app: App, index: int, rng: random.Random, file: random.Random) -
     yield _complete(app, rng, text[:cut], _PATIENCE_S)
 
 
-def _embeddings(app: App, index: int, rng: random.Random) -> Session:
-    texts = [_text(app, index * app.texts + place, rng) for place in range(app.texts)]
-    yield AppRequest("/embeddings", {"input": texts})
+def _embeddings(app: App, rng: random.Random) -> Session:
+    yield AppRequest("/embeddings", {"input": [_text(app, rng) for _ in range(app.texts)]})
 
 
-_SESSIONS: Mapping[str, Callable[[App, int, random.Random], Session]] = {
+_SESSIONS: Mapping[str, Callable[[App, random.Random], Session]] = {
     "chat": _chat,
     "agent": _agent,
     "summary": _one,
@@ -205,14 +204,11 @@ def _code(words: int, rng: random.Random) -> str:
 
 def _text(
     app: App,
-    place: int,
     rng: random.Random,
     question: str = "",
     make: Callable[[int, random.Random], str] = _prose,
 ) -> str:
-    """Return the user's text number ``place``, or a generated text followed by the question."""
-    if app.prompts:
-        return app.prompts[place % len(app.prompts)]
+    """Return a generated text followed by the question."""
     return f"{make(app.prompt_words, rng)}\n\n{question}".strip()
 
 
@@ -258,21 +254,19 @@ class App:
     """An application: what it sends, to which model, when, and its goals.
 
     One of ``every_s`` (regular arrivals), ``poisson_s`` (random arrivals with this mean interval)
-    and ``closed`` (this many users, each with one session after another) is set. ``prompts`` are
-    the user's texts; without any, texts of ``prompt_words`` words are generated. ``turns`` is the
-    number of requests in a conversation, ``texts`` the number of texts to embed per request.
+    and ``closed`` (this many users, each with one session after another) is set. Texts have
+    ``prompt_words`` words. ``turns`` is the number of requests in a conversation, ``texts`` the
+    number of texts to embed per request.
     """
 
     name: str
     class_: str
     kind: str
     model: str
-    adapter: str | None = None
     every_s: float | None = None
     poisson_s: float | None = None
     closed: int | None = None
     start_s: float = 0.0
-    prompts: tuple[str, ...] = ()
     prompt_words: int = 0
     answer_tokens: int = 0
     turns: int = 1
@@ -342,7 +336,7 @@ _MIX = {**_MIX, "app": _TABLES, "neighbour": _TABLES}
 _ARRIVALS: _Keys = {"every_s": _ABOVE, "poisson_s": _ABOVE, "closed": _COUNT}
 _SIZES: _Keys = dict.fromkeys(("prompt_words", "answer_tokens", "turns", "texts"), _COUNT)
 _APP: _Keys = {"name": _TEXT, "class": CLASSES, "kind": tuple(_KINDS), "model": _TEXT}
-_APP_MORE: _Keys = {"adapter": _TEXT, "start_s": _LEAST, "prompts": _TEXT, "goals": _TABLE}
+_APP_MORE: _Keys = {"start_s": _LEAST, "goals": _TABLE}
 _GOALS: _Keys = dict.fromkeys(("ttft_s", "tpot_s", "deadline_s", "tokens_s"), _ABOVE)
 _NEIGHBOUR: _Keys = {"name": _TEXT, "kind": tuple(_NEIGHBOURS)}
 _WORK: _Keys = dict.fromkeys(("busy_s", "idle_s", "frame_ms", "work_mb"), _ABOVE)
@@ -378,7 +372,7 @@ def read_mix(
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise LocalrtError(f"{name} is not TOML: {one_line(error)}") from error
-    mix = _Reader(name, file.parent).mix(found, models or {}, every)
+    mix = _Reader(name).mix(found, models or {}, every)
     return mix if seconds is None else _scaled(mix, seconds)
 
 
@@ -396,10 +390,10 @@ def _scaled(mix: Mix, seconds: float) -> Mix:
 
 
 class _Reader:
-    """Reads the file ``name``, whose paths are relative to ``folder``."""
+    """Reads the file ``name``."""
 
-    def __init__(self, name: str, folder: Path) -> None:
-        self._name, self._folder = name, folder
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def mix(self, table: Any, models: Mapping[str, str], every: str | None) -> Mix:
         values = self._values(table, _MIX, "the file", required=("seconds", "app"))
@@ -445,12 +439,9 @@ class _Reader:
             what = f"{' and '.join(arrivals)} contradict" if arrivals else "are missing"
             self._refuse(where, "arrivals", f"{what}: give one of {', '.join(_ARRIVALS)}")
         self._check_meaning(where, values, kind, _SIZES, _KINDS)
-        if "prompts" in values and "prompt_words" in values:
-            self._refuse(where, "prompt_words", "contradicts prompts, whose texts are sent whole")
         goals = self._goals(values.pop("goals", {}), where, kind)
-        prompts = self._prompts(values.pop("prompts"), where) if "prompts" in values else ()
         values["class_"] = values.pop("class")
-        return App(**{**_KINDS[kind], **values, "prompts": prompts, "goals": goals})
+        return App(**{**_KINDS[kind], **values, "goals": goals})
 
     def _goals(self, table: Any, where: str, kind: str) -> Goals:
         values = self._values(table, _GOALS, f"{where} goals")
@@ -459,24 +450,6 @@ class _Reader:
             why = f"is {values['deadline_s']:g}, less than ttft_s, {values['ttft_s']:g}"
             self._refuse(f"{where} goals", "deadline_s", why)
         return Goals(**values)
-
-    def _prompts(self, name: str, where: str) -> tuple[str, ...]:
-        """Read a text per line; if all are JSON objects, their ``prompt``."""
-        file = self._folder / user_path(name)
-        if not file.is_file():
-            self._refuse(where, "prompts", f"no file {name!r:.80}")
-        lines = [line for line in text_lines(read_text(file)) if line.strip()]
-        if not lines:
-            self._refuse(where, "prompts", f"{name} has no texts: write one on each line")
-        if not all(line.lstrip().startswith("{") for line in lines):
-            return tuple(lines)
-        try:
-            texts = tuple(parse_json(line)["prompt"] for line in lines)
-        except (ValueError, KeyError):
-            texts = (None,)
-        if not all(isinstance(text, str) and text for text in texts):
-            self._refuse(where, "prompts", f'{name} has lines that are no {{"prompt": TEXT}}')
-        return texts
 
     def _neighbour(self, table: Any, where: str) -> Neighbour:
         values = self._values(table, {**_NEIGHBOUR, **_WORK}, where, _NEIGHBOUR)

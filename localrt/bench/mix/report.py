@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -34,11 +33,10 @@ def to_json(outcome: MixOutcome, mix: Mix, machine: Machine) -> dict[str, object
 
 
 def _mix(mix: Mix) -> dict[str, object]:
-    """Return the mix under its file's keys, without folders and with only the number of prompts."""
-    apps = [asdict(app) | {"prompts": len(app.prompts)} for app in mix.apps]
+    """Return the mix under its file's keys."""
+    apps = [asdict(app) for app in mix.apps]
     for app in apps:
         app["class"] = app.pop("class_")
-        app["adapter"] = app["adapter"] and Path(app["adapter"]).name
     rest = [asdict(each) for each in mix.neighbours]
     named = {"name": mix.name, "seconds": mix.seconds, "seed": mix.seed}
     return {**named, "apps": apps, "neighbours": rest}

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -110,14 +110,14 @@ def run_mix(
 
 
 def _warm_up(mix: Mix, running: Running, mark: str) -> None:
-    """Send a first request of every application, with generated texts, so that models are loaded.
+    """Send a first request of every application, so that models are loaded.
 
     Raises:
         LocalrtError: it failed.
     """
     client = Client()
     for app in mix.apps:
-        request = marked(next(session(replace(app, prompts=()), -1, mix.seed)), mark)
+        request = marked(next(session(app, -1, mix.seed)), mark)
         body = {**request.body, **({"max_tokens": 2} if app.answer_tokens else {})}
         reply = client.send(running.places[app.name], AppRequest(request.path, body), app.class_)
         if reply.error is not None:

@@ -186,8 +186,7 @@ class Server(ABC):
 
     name: str
 
-    @abstractmethod
-    def check(self, mix: Mix) -> None:
+    def check(self, mix: Mix) -> None:  # noqa: B027  nothing to check
         """Check before anything starts that the mix can run; raise `LocalrtError` if not."""
 
     @abstractmethod
@@ -208,25 +207,13 @@ class Localrt(Server):
         self._paths, self._options = paths, options
         self._alone = len(set(paths.values())) == 1
 
-    def check(self, mix: Mix) -> None:
-        for app in mix.apps:
-            if app.adapter and not self._alone:
-                raise LocalrtError(
-                    f"{mix.name}: [[app]] {app.name}: adapter needs a mix of one model: localrt "
-                    "serve takes no adapters with several"
-                )
-
     @contextmanager
     def serve(self, mix: Mix) -> Iterator[Running]:
         running = Running()
         options = {**mix.server, **self._options}
-        paths = dict.fromkeys(app.adapter for app in mix.apps if app.adapter)
-        adapters = {path: f"adapter-{number}" for number, path in enumerate(paths, 1)}
         words = [str(next(iter(self._paths.values()))), "--name", "model"] if self._alone else []
         for name, value in options.items():
             words += [f"--{name.replace('_', '-')}", str(value)]
-        for path, name in adapters.items():
-            words += ["--adapter", f"{name}={path}"]
         if not self._alone:  # keep idle models loaded, since loading is not measured
             words += ["--keep-alive", "-1"]
         names = {
@@ -237,14 +224,13 @@ class Localrt(Server):
             command = localrt_command("serve", *words, "--quiet")
             address = start(stack, running, self.name, command)
             for app in mix.apps:
-                name = adapters[app.adapter] if app.adapter else names[app.model]
-                running.places[app.name] = Target(address, name)
+                running.places[app.name] = Target(address, names[app.model])
             running.commands.append(_shown(["localrt", "serve", *words]))
             yield running
 
 
 class LlamaServer(Server):
-    """llama.cpp's server: one process per model, adapter and use, with fixed settings."""
+    """llama.cpp's server: one process per model and use, with fixed settings."""
 
     def __init__(
         self, name: str, binary: Path, paths: Mapping[str, Path], arguments: Sequence[str]
@@ -266,13 +252,12 @@ class LlamaServer(Server):
         ctx = _SLOTS * int(mix.server.get("ctx", _CTX))
         with ExitStack() as stack:
             for app in mix.apps:
-                use = (self._paths[app.model], app.adapter, app.kind == "embeddings")
+                use = (self._paths[app.model], app.kind == "embeddings")
                 if use not in addresses:
                     words = ["-m", str(use[0]), "-np", str(_SLOTS), "-c", str(ctx)]
                     words += ["--cont-batching"]
-                    words += ["--lora", app.adapter] if app.adapter else []
                     # A text to embed must fit in one batch.
-                    words += ["--embeddings", "--pooling", "mean", "-ub", "2048"] if use[2] else []
+                    words += ["--embeddings", "--pooling", "mean", "-ub", "2048"] if use[1] else []
                     words += self._arguments
                     command, owner = [str(self._binary), *words], f"{self.name} ({app.name})"
                     addresses[use] = start(stack, running, owner, command)
@@ -304,11 +289,6 @@ class RunningServer(Server):
                     f"{model!r:.80}: give --model {name}=NAME"
                 )
             self._models[name] = fitting[0] if fitting else listed[0]
-        for app in mix.apps:
-            if app.adapter:
-                raise LocalrtError(
-                    f"{mix.name}: [[app]] {app.name}: adapter cannot be loaded at {url}"
-                )
 
     @contextmanager
     def serve(self, mix: Mix) -> Iterator[Running]:
