@@ -232,13 +232,6 @@ def evaluate(
     )
 
 
-def text_windows(model: Model, text: str, *, ctx: int, limit_tokens: int | None = None) -> Windows:
-    """Return the windows of ``text`` that ``evaluate`` scores, and raise the same errors."""
-    ctx, stride = _window_sizes(model, None, ctx, None)
-    tokens, bos = _tokens(model, text)
-    return _cut(tokens[:limit_tokens], ctx, stride, bos)
-
-
 def _identity(model: Model) -> dict[str, Any]:
     return {"model": model.name, "engine": model.info.engine, "format": model.info.format}
 

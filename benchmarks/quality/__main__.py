@@ -29,10 +29,8 @@ from benchmarks.common.command import find_model, listed, make_parser
 from benchmarks.common.record import Record, Results, captioned, markdown_table
 from benchmarks.quality.rows import (
     Corpus,
-    Reference,
     bits_per_weight,
     interleaved,
-    make_reference,
     prose,
     python_source,
     scores,
@@ -65,22 +63,13 @@ def jobs(formats: Sequence[str], methods: Sequence[str]) -> Iterator[Job]:
 
 
 class Bench:
-    """One model: its references, created on first use, and its rows."""
+    """One model and its rows."""
 
     def __init__(
         self, source: Path, corpora: Sequence[Corpus], options: argparse.Namespace
     ) -> None:
         self.source, self.name = source, source.stem
         self._corpora, self._options = corpora, options
-
-    @cached_property
-    def references(self) -> list[Reference]:
-        """Log-probabilities of every text, from the cache if present."""
-        of = self._options
-        return [
-            make_reference(self.source, each, of.cache, ctx=of.ctx, tokens=of.tokens)
-            for each in self._corpora
-        ]
 
     def row(self, job: Job) -> Record:
         """Make one row; if that fails, the row says why."""
@@ -95,7 +84,8 @@ class Bench:
                 store = Path(folder) / "store"
                 self._quantize(job, store)
                 row["bits_per_weight"] = bits_per_weight(store)
-                row["scores"] = scores(store, self.references, self._options.ctx)
+                sizes = {name: getattr(self._options, name) for name in ("ctx", "tokens")}
+                row["scores"] = scores(store, self.source, self._corpora, **sizes)
         except LocalrtError as error:
             row["skipped"] = str(error)
         return row
@@ -148,14 +138,16 @@ def _rows(options: argparse.Namespace, bench: Bench, results: Results) -> None:
     todo = jobs(options.formats, options.methods)
     named = {f"{bench.name}, {job.weights}": job for job in todo}
     for name in results.pending(named, again=options.again):
-        plain = {each.corpus.name: each.perplexity for each in bench.references}
-        results.record["references"] = {**results.record.get("references", {}), bench.name: plain}
-        results.put(bench.row(named[name]))
+        row = bench.row(named[name])
+        if plain := {score["text"]: score.pop("reference") for score in row["scores"]}:
+            known = results.record.get("references", {})
+            results.record["references"] = {**known, bench.name: plain}
+        results.put(row)
 
 
 def quality_table(record: Mapping[str, Any]) -> str:
     """Perplexity change due to the weights alone, by model and text."""
-    references = record["references"]
+    references = record.get("references", {})
     columns = [(model, text) for model, texts in references.items() for text in texts]
     found = {
         (row["weights"], row["model"], score["text"]): (row["bits_per_weight"], score["change"])
@@ -180,7 +172,6 @@ def quality_table(record: Mapping[str, Any]) -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    cache = Path(tempfile.gettempdir()) / "localrt-quality"
     parser = make_parser(__doc__, results="quality")
     parser.add_argument("--models", type=listed(), default=list(MODELS))
     parser.add_argument("--formats", type=listed(CODECS), default=list(FORMATS))
@@ -191,7 +182,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--calibration-tokens", type=int, default=CALIBRATION_TOKENS)
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--again", nargs="+", default=[], metavar="WORD", help="rows to make anew")
-    parser.add_argument("--cache", type=Path, default=cache, help="for the reference's logits")
     return parser.parse_args(arguments)
 
 

@@ -109,3 +109,21 @@ def test_a_file_without_prompts(
         main([str(file)])
     assert done.value.code == 2
     assert str(file) in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_what_a_format_costs(
+    tiny_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.quality.__main__ import main
+
+    text, file = tmp_path / "prose.txt", tmp_path / "quality.json"
+    text.write_text("\n\n".join(f"{n} ships came in before noon." for n in range(40)), "utf-8")
+    words = ["--text", str(text), "--models", str(tiny_folder), "--json", str(file)]
+    words += ["--tokens", "64", "--ctx", "32", "--no-python-source"]
+    assert main([*words, "--formats", "int4-g32,int8-g32", "--methods", "rtn"]) == 0
+    four, eight = (row["scores"][0] for row in load(file)["rows"])
+    assert four["kl"] > eight["kl"] > 0
+    (plain,) = load(file)["references"].values()
+    assert four["perplexity"] == pytest.approx(plain["prose"] * (1 + four["change"]))
+    assert "| int4-g32 rtn | 4.50 |" in capsys.readouterr().out
