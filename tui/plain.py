@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from localrt import History, Settings, split_thinking
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from localrt import ChatModel, ChatSession, ConversationInfo, Turn
     from localrt.common.progress import ProgressCallback
 
+_Item = TypeVar("_Item")
 _DECISIONS: dict[str, Decision] = {
     "y": "once",
     "yes": "once",
@@ -484,9 +485,7 @@ class PlainChat:
     def _numbered(self, argument: str) -> ConversationInfo:
         if not self._last_list:
             self._last_list = self.state.list()[:30]
-        if not argument.isdigit() or not 1 <= int(argument) <= len(self._last_list):
-            raise OptionError("give a number from /list")
-        return self._last_list[int(argument) - 1]
+        return _picked(argument, self._last_list, "/list")
 
     def _do_open(self, argument: str) -> None:
         info = self._numbered(argument)
@@ -544,10 +543,7 @@ class PlainChat:
         self.say(next(filter(None, thoughts), "There was no thinking."))
 
     def _do_at(self, argument: str) -> None:
-        turns = self.state.conversation.turns
-        if not argument.isdigit() or not 1 <= int(argument) <= len(turns):
-            raise OptionError("give a number from /show")
-        self._at = turns[int(argument) - 1]
+        self._at = _picked(argument, self.state.conversation.turns, "/show")
         self.say("For the next /edit, /retry, /remove or /fork:")
         self._say_turns([self._at])
 
@@ -609,9 +605,7 @@ class PlainChat:
             for number, way in enumerate(self._ways, 1):
                 self.say(f"/full {number}: {way.label}")
             return
-        if not argument.isdigit() or not 1 <= int(argument) <= len(self._ways):
-            raise OptionError("give a number from /full")
-        way = self._ways[int(argument) - 1]
+        way = _picked(argument, self._ways, "/full")
         if way.name == "oldest":
             self.state.loaded.set("overflow drop_oldest")
             self.say("From now on the oldest turns are left out: /retry or /continue.")
@@ -640,6 +634,13 @@ class PlainChat:
         self.say(
             " ".join(filter(None, (file.note, f"{file.name} is attached to the next message.")))
         )
+
+
+def _picked(argument: str, listed: Sequence[_Item], command: str) -> _Item:
+    """The item of this number in what a command has listed."""
+    if not argument.isdigit() or not 1 <= int(argument) <= len(listed):
+        raise OptionError(f"give a number from {command}")
+    return listed[int(argument) - 1]
 
 
 @contextmanager
