@@ -148,6 +148,7 @@ def test_the_wheel_holds_localrt_and_nothing_else(tmp_path: Path) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"localrt"}
     interface = ("abi.h", "library.cpp")
     expected = {"localrt/py.typed", *(f"localrt/quant/cpu/csrc/{name}" for name in interface)}
+    expected |= {f"localrt/docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
     for room in ROOMS:
         for path in (ROOT / room).rglob("*"):
             folders = path.relative_to(ROOT).parts
