@@ -493,6 +493,11 @@ async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_pa
     )
     async with app.run_test(size=SIZE) as pilot:
         await until(pilot, lambda: idle(app))
+        await pilot.press("alt+n")
+        await asked(pilot, "a temporary secret " * 20)
+        await cleared(pilot)
+        await until(pilot, lambda: not app.chat._parking)
+        assert not list(tmp_path.rglob("blocks.bin"))
         await asked(pilot, "a secret " * 20)
         await screen.say(pilot, f"/export {tmp_path / 'chat.md'}")
         await until(pilot, lambda: (tmp_path / "chat.md").exists())
