@@ -7,15 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import (
-    AsyncIterator,
-    Callable,
-    Generator,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
@@ -454,7 +446,9 @@ class ChatSession:
             answer = self._joined([each async for each in self.astream(**options)], options)
         return answer
 
-    def _joined(self, chunks: Iterable[Chunk], options: Mapping[str, Any]) -> Answer:
+    def _joined(
+        self, chunks: Iterator[Chunk] | Sequence[Chunk], options: Mapping[str, Any]
+    ) -> Answer:
         return joined(chunks, options.get("json_schema") or self.options.get("json_schema"))
 
     def cancel(self) -> None:
