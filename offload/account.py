@@ -198,21 +198,19 @@ def _way_out(account: Account, budget: int, ctx: int | None) -> str:
 # -- contexts ------------------------------------------------------------------------------------
 
 
-def shorter_contexts(ctx: int, least: int = SMALLEST_CONTEXT) -> Iterator[int]:
-    """Yield ``ctx`` halved again and again, down to ``least``."""
-    while ctx > least:
-        ctx = max(ctx // 2, least)
+def shorter_contexts(ctx: int) -> Iterator[int]:
+    """Yield ``ctx`` halved again and again, down to ``SMALLEST_CONTEXT``."""
+    while ctx > SMALLEST_CONTEXT:
+        ctx = max(ctx // 2, SMALLEST_CONTEXT)
         yield ctx
 
 
-def longest_context(ctx: int, fits: Callable[[int], bool], least: int = SMALLEST_CONTEXT) -> int:
-    """The first of ``ctx`` and ``shorter_contexts`` that fits; if none does, the smaller of ``ctx``
-    and ``least``.
-    """
+def longest_context(ctx: int, fits: Callable[[int], bool]) -> int:
+    """The first of ``ctx`` and ``shorter_contexts`` that fits; if none does, the last of them."""
     if fits(ctx):
         return ctx
-    shorter = (each for each in shorter_contexts(ctx, least) if fits(each))
-    return next(shorter, min(ctx, least))
+    shorter = (each for each in shorter_contexts(ctx) if fits(each))
+    return next(shorter, min(ctx, SMALLEST_CONTEXT))
 
 
 # -- the process and its passes ------------------------------------------------------------------

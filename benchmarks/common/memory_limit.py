@@ -131,14 +131,14 @@ def run_limited(options: BenchOptions, limit: int) -> Outcome:
         drop_from_cache(files)
 
 
-def drop_from_cache(paths: Iterable[Path], *, drop_all: Path = _DROP_ALL) -> None:
+def drop_from_cache(paths: Iterable[Path]) -> None:
     """Drop the model files' pages from the cache and, if permitted, all clean pages."""
     if hasattr(os, "posix_fadvise"):
         for file in (file for path in paths for file in model_files(path)):
             with suppress(OSError), file.open("rb", buffering=0) as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with suppress(OSError):  # not root, or not Linux
-        drop_all.write_text("1\n", encoding="ascii")
+        _DROP_ALL.write_text("1\n", encoding="ascii")
 
 
 def _parents(root: Path) -> Iterator[tuple[Path, tuple[str, str]]]:

@@ -81,22 +81,15 @@ class Sampler(Closing):
     """Samples until it is closed; then ``found`` is complete.
 
     ``owners`` maps names to process ids, whose children count too. ``clock`` returns the time since
-    the start of the mix; ``root`` is the folder of ``sys``.
+    the start of the mix.
     """
 
-    def __init__(
-        self,
-        owners: Mapping[str, int],
-        clock: Callable[[], float],
-        *,
-        root: Path = system.ROOT,
-        every_s: float = _EVERY_S,
-    ) -> None:
+    def __init__(self, owners: Mapping[str, int], clock: Callable[[], float]) -> None:
         self.found = Samples()
         self._owners = {name: _Owner(pid) for name, pid in owners.items()}
-        self._clock, self._root, self._every_s = clock, root, every_s
+        self._clock = clock
         # The memory traffic of each L3 cache, if Linux's resctrl is mounted.
-        counters = root.glob("sys/fs/resctrl/mon_data/mon_L3_*/mbm_total_bytes")
+        counters = system.ROOT.glob("sys/fs/resctrl/mon_data/mon_L3_*/mbm_total_bytes")
         self._traffic_files = sorted(counters)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="localrt-sampling", daemon=True)
@@ -109,11 +102,11 @@ class Sampler(Closing):
 
     def _run(self) -> None:
         psutil.cpu_percent()  # starts the interval of the next call
-        before_s, before, energy = self._clock(), self._counts(), read_energy(self._root)
+        before_s, before, energy = self._clock(), self._counts(), read_energy()
         self.found.counters = sorted(energy)
         while True:
-            over = self._over.wait(self._every_s)
-            now_s, now, energy_now = self._clock(), self._counts(), read_energy(self._root)
+            over = self._over.wait(_EVERY_S)
+            now_s, now, energy_now = self._clock(), self._counts(), read_energy()
             joules = joules_between(energy, energy_now)
             if joules is not None:
                 self.found.joules = (self.found.joules or 0.0) + joules

@@ -297,14 +297,14 @@ class Slab:
         return self.nbytes
 
 
-def share_slabs(sizes: Mapping[str, int], most: int = SLABS) -> list[list[str]]:
-    """Group units, whose ``sizes`` are in the order of a pass, into at most ``most`` slabs of about
-    equal bytes.
+def share_slabs(sizes: Mapping[str, int]) -> list[list[str]]:
+    """Group units, whose ``sizes`` are in the order of a pass, into at most ``SLABS`` slabs of
+    about equal bytes.
 
     A group's units are spread over the pass, so that after an eviction each can be copied while
     units before it are computed.
     """
-    target = -(-sum(sizes.values()) // most)
+    target = -(-sum(sizes.values()) // SLABS)
     alone = [[name] for name, size in sizes.items() if size >= target]
     small = [name for name, size in sizes.items() if size < target]
     count = -(-sum(sizes[name] for name in small) // target) if small else 0
