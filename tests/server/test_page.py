@@ -550,7 +550,9 @@ def axe_violations(page: Any) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "scheme"), [(PHONE, "light"), (PLAIN, "dark")], ids=str)
 def test_axe_finds_nothing(visit: Any, script: Script, file: Path, size: Any, scheme: str) -> None:
-    text = "# A\n\n[b](https://c.example) `d`\n\n```py\ne\n```\n\n> f\n\n| g |\n| - |\n| h |\n"
+    text = "# A\n\n[b](https://c.example) `d`\n\n> f\n\n| g |\n| - |\n| h |\n\n- [x] o\n- [ ] p\n\n"
+    text += '```py\n@q\ndef r(s=1):  # t\n    return "u"\n```\n\n```diff\n+v\n-w\n```\n\n'
+    text += "\\(x^2\\) and\n\n\\[\\begin{aligned} a &= b \\\\ &= \\sqrt{c} \\end{aligned}\\]\n"
     with History(file) as history:
         kept = history.new(model="tiny")
         kept.add("user", [{"type": "image", "image": picture()}, {"type": "text", "text": "i"}])
