@@ -31,9 +31,8 @@ from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo
+    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, PlannedContext
     from localrt.common.progress import ProgressCallback
-    from localrt.planning.forecast import PlannedContext
 
 _NONE = ("none", "default")
 
