@@ -55,7 +55,7 @@ def test_messages_name_the_packages_of_extras() -> None:
     assert set(EXTRAS) == set(optional) - {"all", "docs", "test"}
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "examples").iterdir()]
     sources = [path for room in ROOMS for path in (ROOT / room).rglob("*.py")]
-    wrong = re.compile(r"localrt\[[a-z]+\]'|pip install localrt\b")
+    wrong = re.compile(r"localrt\[[a-z]+\]['\"]|pip install localrt\b")
     assert [str(path) for path in (*sources, *pages) if wrong.search(path.read_text("utf-8"))] == []
 
 
