@@ -92,7 +92,6 @@ class Metrics:
     expert_hit_rate: float | None = None
     memory: str | None = None
     exactness: str | None = None
-    simulated: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The same names and values as a plain dictionary."""
