@@ -1,6 +1,6 @@
 """Finds and names the models that other programs keep on this machine; they run in place.
 
-    ollama:llama3.2:3b    lmstudio:publisher/model:Q4_K_M    llamacpp:org/model:Q4_K_M
+    ollama:llama3.2:3b    lmstudio:publisher/model:Q4_K_M    llamacpp:model-Q4_K_M
 
 localrt never writes or deletes their files. Ollama's names also work without the prefix.
 """
@@ -258,12 +258,11 @@ def _lm_studio_models(folders: Sequence[Path]) -> Iterator[OtherModel]:
 
 
 def _llama_cpp_models(folders: Sequence[Path]) -> Iterator[OtherModel]:
-    """Yield llama.cpp's models: ``org/model:Q4_K_M`` if a manifest names it, else the file stem."""
+    """Yield llama.cpp's models, named by their files without the ending."""
     for folder in folders:
         names = [path.name for path in _files(folder)]
-        known = _noted(folder, names)
         for variant in gguf_variants(names):
-            name = f"llamacpp:{known.get(variant.files[0], variant.stem)}"
+            name = f"llamacpp:{variant.stem}"
             yield _in_folder("llamacpp", name, folder, variant.files, variant)
 
 
@@ -280,22 +279,6 @@ def _in_folder(
         return OtherModel(name, program, folder, files, size, "safetensors", None)
     label = variant.label if variant.is_labelled else None
     return OtherModel(name, program, files[0], files, size, "gguf", label)
-
-
-def _noted(folder: Path, names: Sequence[str]) -> dict[str, str]:
-    """Map each file named in a download manifest to the model name it was downloaded as."""
-    found = {}
-    for name in names:
-        if not (name.startswith("manifest=") and name.endswith(".json")):
-            continue
-        try:
-            _, org, model, tag = name.removesuffix(".json").split("=")
-            values = parse_json((folder / name).read_text(encoding="utf-8"))
-            inside = str(values["ggufFile"]["rfilename"]).replace("/", "_")
-        except (OSError, ValueError, LookupError, TypeError):
-            continue
-        found[f"{org}_{model}_{inside}"] = f"{org}/{model}" + (f":{tag}" if tag != "latest" else "")
-    return found
 
 
 def _folders(root: Path, depth: int) -> Iterator[Path]:

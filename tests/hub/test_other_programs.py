@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -102,11 +101,9 @@ def test_lm_studio_and_llama_cpp(here: Settings, tmp_path: Path) -> None:
     flat.mkdir()
     for name in ("org_Tiny-GGUF_tiny-Q8_0.gguf", "alone.gguf"):
         (flat / name).write_bytes(b"GGUF")
-    note = {"ggufFile": {"rfilename": "tiny-Q8_0.gguf"}}
-    (flat / "manifest=org=Tiny-GGUF=Q8_0.json").write_text(json.dumps(note))
     assert names(here) == [
         "llamacpp:alone",
-        "llamacpp:org/Tiny-GGUF:Q8_0",
+        "llamacpp:org_Tiny-GGUF_tiny-Q8_0",
         "lmstudio:maker/Model-GGUF:Q4_K_M",
         "lmstudio:maker/Model-GGUF:Q8_0",
     ]
