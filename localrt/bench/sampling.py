@@ -63,7 +63,7 @@ def _text(path: Path) -> str:
 # -- samples ---------------------------------------------------------------------------------------
 
 _EVERY_S = 0.5
-_RATES = ("disk_read_bytes_s", "disk_write_bytes_s", "memory_bytes_s")
+_RATES = ("disk_read_bytes_s", "disk_write_bytes_s")
 _FAMILY_EVERY = 10  # samples between searches for child processes
 
 
@@ -88,9 +88,6 @@ class Sampler(Closing):
         self.found = Samples()
         self._owners = {name: _Owner(pid) for name, pid in owners.items()}
         self._clock = clock
-        # The memory traffic of each L3 cache, if Linux's resctrl is mounted.
-        counters = system.ROOT.glob("sys/fs/resctrl/mon_data/mon_L3_*/mbm_total_bytes")
-        self._traffic_files = sorted(counters)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="localrt-sampling", daemon=True)
         self._thread.start()
@@ -134,15 +131,11 @@ class Sampler(Closing):
         self.found.cpu_s = time.thread_time()
 
     def _counts(self) -> dict[str, int]:
-        """Return the readable byte counters."""
-        found = {}
+        """Return the byte counters of the disks, if they can be read."""
         with suppress(OSError, RuntimeError):
             if disk := psutil.disk_io_counters():
-                found = {"disk_read_bytes": disk.read_bytes, "disk_write_bytes": disk.write_bytes}
-        with suppress(OSError, ValueError):
-            if self._traffic_files:
-                found["memory_bytes"] = sum(int(file.read_text()) for file in self._traffic_files)
-        return found
+                return {"disk_read_bytes": disk.read_bytes, "disk_write_bytes": disk.write_bytes}
+        return {}
 
 
 class _Owner:
