@@ -6,6 +6,7 @@ or to change what exists breaks programs, to add one does not.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import doctest
 import importlib
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 
 import localrt
+from localrt.engine.option_help import OPTION_HELP
 
 # What one part of localrt needs of another, and no part of the published API.
 INTERNAL = {"LiveAnswer": {"put"}, "Model": {"rank_counted"}}
@@ -121,3 +123,17 @@ def test_examples_in_docstrings(module: str) -> None:
 
 if __name__ == "__main__":
     KEPT.write_text(describe(), encoding="utf-8")
+
+
+def test_each_typed_option_says_what_it_does() -> None:
+    """Where an editor shows it, in the words of the app and the page."""
+    (options,) = ast.parse(inspect.getsource(localrt.GenerateOptions)).body
+    assert isinstance(options, ast.ClassDef)
+    keys = {
+        key.target.id: ast.literal_eval(text.value)
+        for key, text in zip(options.body[1::2], options.body[2::2], strict=True)
+        if isinstance(key, ast.AnnAssign) and isinstance(text, ast.Expr)
+        if isinstance(key.target, ast.Name)
+    }
+    assert keys.keys() == localrt.GenerateOptions.__annotations__.keys()
+    assert keys.items() >= OPTION_HELP.items()

@@ -61,8 +61,9 @@ def run(args: argparse.Namespace) -> int:
 
 def pages_here() -> list[tuple[str, Path]]:
     """The pages by name; in a checkout, those of the folder beside this package."""
-    found = find_spec("localrt.docs")
-    folders = (found and found.submodule_search_locations) or ()
+    installed = Path(__file__).parents[1] / "docs"
+    found = None if installed.is_dir() else find_spec("localrt.docs")
+    folders = (found and found.submodule_search_locations) or (installed,)
     return sorted((path.stem, path) for each in folders for path in Path(each).glob("*.md"))
 
 

@@ -148,45 +148,81 @@ class Options:
 class GenerateOptions(TypedDict, total=False):
     """Options of a generation by name, for editors and type checkers; None means "not set".
 
-    ``Options`` and ``Sampling`` say what they do.
+    ``Options`` and ``Sampling`` say more.
     """
 
     temperature: float | None
+    """Randomness: 0 always takes the most likely token, 0.8 is varied."""
     top_k: int | None
+    """Keep this many of the most likely tokens; 0 keeps all."""
     top_p: float | None
+    """Keep the most likely tokens up to this total probability; 1 keeps all."""
     min_p: float | None
+    """Keep tokens at least this likely, relative to the best one; 0 keeps all."""
     typical_p: float | None
+    """Keep the most typical tokens up to this total probability; 1 keeps all."""
     repetition_penalty: float | None
+    """Above 1: tokens that occurred already become less likely."""
     frequency_penalty: float | None
+    """Above 0: a token becomes less likely each time it occurs."""
     presence_penalty: float | None
+    """Above 0: tokens that occurred at all become less likely."""
     logit_bias: Mapping[int, float] | None
+    """Added to tokens' scores, by id: {"42": -5}."""
     dry_multiplier: float | None
+    """Above 0: earlier passages are not repeated (DRY); try 0.8."""
     dry_base: float | None
+    """DRY: how fast the penalty grows with each repeated token."""
     dry_allowed_length: int | None
+    """DRY: this many repeated tokens are free."""
     dry_penalty_last_n: int | None
+    """DRY: look back this many tokens; -1: the whole text."""
     dry_sequence_breakers: Sequence[str] | None
+    r"""DRY: a repetition ends at these texts: ["\n", ":"]."""
     xtc_probability: float | None
+    """How often XTC leaves out the most likely tokens: 0 never, 0.5 is usual."""
     xtc_threshold: float | None
+    """XTC leaves out tokens at least this likely, except the least likely of them."""
     seed: int | None
+    """A number: the same seed and text give the same answer."""
     max_tokens: int | None
+    """The longest answer, in tokens."""
     stop: str | Sequence[str] | None
+    """End the answer at this text, or at one of several: ["a", "b"]."""
     ignore_eos: bool | None
+    """true: go on where the model would end its answer."""
     min_indent: int | None
+    """End the answer at a line with fewer spaces and tabs before it."""
     line_seconds: float | None
+    """After so many seconds, end the answer with its line."""
     logprobs: int | None
+    """Each token's log-probability, with those of this many others: 0 to 100."""
     overflow: Overflow | None
+    """When the context is full: error, or drop_oldest, which forgets old turns."""
     context_tokens: int | None
+    """Use at most this many tokens of the context."""
     draft: str | None
+    """Speculation: auto, off, ngram, mtp, or a smaller model or a head."""
     tree_budget: int | None
+    """Draft tokens per pass, 1 to 2048; unset: tuned while it runs."""
     tree_depth: int | None
+    """How many tokens ahead to draft, 1 to 64; unset: tuned while it runs."""
     json_schema: Any
+    """Answers are JSON of this schema: {"type": "object"}; true: any JSON."""
     regex: str | None
+    """The whole answer matches this regular expression."""
     grammar: str | None
+    """Answers follow this GBNF grammar, such as root ::= "yes" | "no"."""
     thinking: bool | Literal["on", "off"] | Effort | None
+    """on, off, or an effort: low, medium, high; unset: the model's own default."""
     thinking_tokens: int | None
+    """The longest thinking, in tokens; then the answer begins. 0 is off."""
     tool_choice: str | None
+    """auto, none, required, or the name of the tool to call."""
     parallel_tool_calls: bool | None
+    """False: a forced call is a single one."""
     adapter: str | Mapping[str, float] | None
+    """One of the model's adapters, or several: {"a": 0.7, "b": 0.3}; see /adapter."""
 
 
 class PromptOptions(GenerateOptions, total=False):
