@@ -65,6 +65,17 @@ FILES: dict[str, tuple[list[str], int, list[str], tuple[str, ...]]] = {
         ],
         (f"{NOT_TEXT}: 1",),
     ),
+    "llama_cpp_page.json": (
+        ["How long does tea steep?"],
+        5,
+        [
+            "user How long does tea steep?",
+            "assistant Tea is typically brewed to a specific length and is typically 10 to",
+            "user And green tea?",
+            "assistant Green tea is a type of tea that is made from the leaves of the Cam",
+        ],
+        (),
+    ),
     "open_webui.json": (
         ["Tea"],
         5,
@@ -111,7 +122,8 @@ def test_facts(history: History) -> None:
     assert of["llama_cpp.jsonl"].system == "Answer in one word."
     assert of["open_webui_folds.json"].system == "S"
     models = [each.model for each in of.values()]
-    assert models == ["", "gpt-5", "qwen3-4b", "smollm2", "scripted", "llama3", "smollm2"]
+    page = "SmolLM2-135M-Instruct.Q4_1.gguf"
+    assert models == ["", "gpt-5", "qwen3-4b", "smollm2", page, "scripted", "llama3", "smollm2"]
     assert of["tea.conversation.json"].created == 1727347312.345
     assert of["chatgpt.json"].updated == 1736209450.0
     for name in ("openai.jsonl", "llama_cpp.jsonl", "open_webui_folds.json"):
