@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError
+from localrt.common.errors import LocalrtError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.decoder import Decoder
 from localrt.offload.device.cuda import CudaGpu
@@ -225,16 +225,10 @@ class SameKernels(CudaGpu):
         super().__init__(clock, kernels, CudaCopies("cuda:0"), capacity=capacity)
         self._tensors = dict[int, Tensor]()  # what is allocated, by its address
         self.registered = 0  # pieces of RAM that were pinned so far
-        self.full = False  # whether another program has taken all memory
 
     def host_buffer(self, nbytes: int) -> Bytes:
         self.registered += 1
         return super().host_buffer(nbytes)
-
-    @property
-    def pinned(self) -> dict[int, int]:
-        """Bytes of pinned RAM by their address."""
-        return {at: data.nbytes for at, data in self._copies._pinned.items()}
 
     def to_gpu(self, x: Any) -> Any:
         return x
@@ -251,8 +245,6 @@ class SameKernels(CudaGpu):
             event.synchronize()
 
     def _alloc(self, nbytes: int) -> Any:
-        if self.full:
-            raise MemoryBudgetError("the GPU has no memory left")
         made = self._copies.alloc(nbytes)
         self._tensors[made.address] = made
         return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(made.address))
@@ -345,16 +337,13 @@ SHORTAGES = st.lists(st.tuples(st.integers(0, 300_000), st.integers(0, 300_000))
 # -- mixtures --------------------------------------------------------------------------------------
 
 
-def places(model: Model, share: float, *, ssd: float = 0.0) -> dict[str, Where]:
-    """``share`` of the experts in VRAM, ``ssd`` of the others on disk; the rest in RAM."""
+def places(model: Model, share: float) -> dict[str, Where]:
+    """``share`` of the experts in VRAM, the others in RAM."""
     names = [unit.name for unit in model.store.manifest.units]
     experts = [name for name in names if ".expert." in name]
     shells = [n for n in names if n.endswith((".mlp", ".attention")) or n.startswith("head")]
     where = dict.fromkeys(shells, Where.VRAM)
-    cut = round(share * len(experts))
-    where |= dict.fromkeys(experts[:cut], Where.VRAM)
-    rest = experts[cut:]
-    return where | dict.fromkeys(rest[: round(ssd * len(rest))], Where.SSD)
+    return where | dict.fromkeys(experts[: round(share * len(experts))], Where.VRAM)
 
 
 def stages(placed: Decoder) -> HybridExperts:

@@ -1,12 +1,13 @@
-"""A GPU's memory budget: never exceeded, and weights are evicted in the middle of a generation.
+"""Whatever a GPU holds, copies or leaves to the CPU, and whatever is evicted for its memory budget.
 
-GPUs have the CPU's kernels: whatever leaves, answers keep the resident decoder's bits.
+GPUs have the CPU's kernels: answers keep the resident decoder's bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from hypothesis import strategies as st
 from localrt.common.errors import MemoryBudgetError
 from localrt.models.decoder import Decoder
 from localrt.offload.account import gpu_scratch_nbytes
-from localrt.offload.placement import Where
+from localrt.offload.placement import LEAST_GPU_ROWS, Where
 from localrt.offload.shapes import PassSizes
 from tests.driver.inside.conftest import (
     COSTS,
+    PAGES,
+    SHORTAGES,
     all_in_ram,
     few,
     gpu_of,
@@ -32,7 +35,6 @@ from tests.driver.inside.conftest import (
 )
 from tests.models.tiny import tokens
 from tests.offload.placed import (
-    PLENTY,
     Model,
     assert_same,
     extend,
@@ -45,6 +47,73 @@ from tests.waits import wait_for
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("gpu")]
 SLOW = pytest.mark.slow
+
+
+LONG = 70
+SHORT = LEAST_GPU_ROWS - 1
+
+
+def crossing(
+    model: Model, where: Mapping[str, Where], **options: Any
+) -> AbstractContextManager[Decoder]:
+    """On a GPU, to which every MLP of the CPU crosses in passes of 65 rows or more."""
+    slack = options.pop("slack", (0, 0))
+    placement = place_on_gpu(model.store, where, slack=slack)
+    names = (n for n, place in placement.where.items() if n.endswith("mlp") and not place.on_gpu)
+    placement = replace(
+        placement, gpu_rows=LEAST_GPU_ROWS, crossing=frozenset(names), prefill_rows=LONG
+    )
+    return on_gpu(model, where, placement=placement, **options)
+
+
+def passes(decoder: Decoder, sizes: list[int]) -> list[np.ndarray]:
+    """One conversation in passes of these sizes, with and without logits.
+
+    It has its memory from the start: what others take of a GPU meanwhile may leave no room.
+    """
+    cache = decoder.cache(sum(sizes))
+    decoder.weights.reserve(cache, sum(sizes))
+    return [
+        extend(decoder, cache, tokens(size, seed=seed), [] if seed % 3 == 2 else [size - 1])
+        for seed, size in enumerate(sizes)
+    ]
+
+
+# -- who computes ----------------------------------------------------------------------------------
+
+
+@few(25)
+@given(data=st.data(), slack=PAGES)
+def test_any_mix_of_long_and_short_passes(
+    model: Model, data: st.DataObject, slack: tuple[int, int]
+) -> None:
+    where = data.draw(placements(passing(model.store)))
+    sizes = data.draw(st.lists(st.sampled_from([1, 7, SHORT, LONG]), min_size=2, max_size=6))
+    pending = iter([(0, 0), *data.draw(SHORTAGES), *[(0, 0)] * 100])
+    with crossing(model, where, slack=slack, shortage=lambda: next(pending)) as decoder:
+        assert_same(passes(decoder, sizes), passes(model.resident, sizes))
+
+
+def test_rows_say_who_computes(model: Model) -> None:
+    mlps = [name for name in passing(model.store) if name.endswith("mlp")]
+    others = dict.fromkeys(passing(model.store), Where.VRAM)
+    with crossing(model, others | dict.fromkeys(mlps, Where.SSD)) as decoder:
+        cache = decoder.cache(400)
+        seen: list[dict[str, set[str]]] = []
+        for size in (SHORT, LEAST_GPU_ROWS, LONG, 1):
+            before = len(decoder.weights.tasks())
+            extend(decoder, cache, tokens(size), [])
+            gpu_of(decoder).record().synchronize()
+            gpu_of(decoder).count_times()
+            done = decoder.weights.tasks()[before:]
+            seen.append(
+                {r: {t.name for t in done if t.resource == r} & set(mlps) for r in ("cpu", "gpu")}
+            )
+    by_cpu, by_gpu = {"cpu": set(mlps), "gpu": set()}, {"cpu": set(), "gpu": set(mlps)}
+    assert seen == [by_cpu, by_gpu, by_gpu, by_cpu]
+
+
+# -- a GPU's memory --------------------------------------------------------------------------------
 
 
 def units(model: Model) -> dict[str, Any]:
@@ -203,33 +272,6 @@ def test_experts_leave_and_return(tmp_path: Path, there: float) -> None:
         assert gpu.used + gpu.reserved <= gpu.capacity
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_retry_without_memory(model: Model, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = dict.fromkeys(passing(model.store), Where.VRAM)
-    with on_gpu(model, where) as decoder:
-        gpu = gpu_of(decoder)
-        cache, twin = decoder.cache(40), model.resident.cache(40)
-        expected = extend(model.resident, twin, [1, 2])
-        scope, left, used = gpu.ops.scope, 3, gpu.used
-
-        def full() -> Any:
-            nonlocal left
-            left -= 1
-            if left in range(-times + 1, 1):
-                left = 0 if left == 0 and times == 1 else left
-                raise MemoryBudgetError("the GPU has no memory left")
-            return scope()
-
-        monkeypatch.setattr(gpu.ops, "scope", full)
-        if times == 2:
-            with pytest.raises(MemoryBudgetError, match="no memory left"):
-                extend(decoder, cache, [1, 2])
-            assert cache.length == 0
-        assert_same([extend(decoder, cache, [1, 2])], [expected])
-        assert gpu.used < used
-        assert "other programs need the memory" in decoder.weights.counts().memory_note
-
-
 @pytest.mark.parametrize(
     ("share", "room"), [(1.0, 1.0), (0.3, 0.4), pytest.param(1.0, 0.0, marks=SLOW)]
 )
@@ -265,25 +307,6 @@ def test_leave_and_return(model: Model, share: float, room: float) -> None:
         if room == 1:  # copies in RAM are given up first, for nothing
             assert memory.evict(1) > 0
             assert all(stage.where is Where.VRAM for stage in one.weights.stages)
-
-
-def test_return_to_full_gpu(model: Model) -> None:
-    """Another program has taken the memory meanwhile: weights are copied in each pass until it has
-    given it back.
-    """
-    where = dict.fromkeys(passing(model.store), Where.VRAM)
-    with on_gpu(model, where, slack=(9, 9)) as one:
-        memory, passes, theirs = one.weights.memory, generate(one, 5), generate(model.resident, 5)
-        use = memory.gpu_use
-        memory.set_gpu_budget(use.used - use.leavable, "another model is used")
-        gpu_of(one).full = True
-        memory.set_gpu_budget(PLENTY, "")
-        assert memory.gpu_use.missing == use.leavable
-        assert_same([next(passes)], [next(theirs)])
-        gpu_of(one).full = False
-        memory.set_gpu_budget(PLENTY, "")
-        assert memory.gpu_use.missing == 0
-        assert_same(list(passes), list(theirs))
 
 
 def test_a_byte_less(model: Model) -> None:

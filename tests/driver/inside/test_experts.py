@@ -228,19 +228,6 @@ def test_experts_on_the_ssd(gpu: Kernels, tmp_path: Path, monkeypatch: pytest.Mo
     assert arrived
 
 
-def test_idle_links_fill_slots(gpu: Kernels, tmp_path: Path) -> None:
-    """While layers are recorded. Who computes is then a matter of time."""
-    said = []
-    for device in (AT_ONCE, "cuda"):
-        with placed(tmp_path, 0.5, FETCHED, device=device) as decoder:
-            extend(decoder, decoder.cache(200), [1])
-            slots = stages(decoder).slots.cache
-            before = len(slots)
-            said.append(talk(decoder, decoder.cache(200)))
-            assert len(slots) > before
-    assert all(relative_error(*pair) < 0.05 for pair in zip(*said, strict=True))
-
-
 def test_what_moves_is_not_recorded_again(gpu: Kernels, tmp_path: Path) -> None:
     """Experts that come and go are entries of the layers' tables."""
     with placed(tmp_path, 0.5, FETCHED) as decoder:

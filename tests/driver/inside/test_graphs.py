@@ -7,12 +7,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu import model
 from localrt.common.errors import MemoryBudgetError
 from localrt.quant.cpu.abi import find_library
 from localrt.quant.cuda import measuring
@@ -30,9 +28,7 @@ from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import RECORDED_PARTS, Batch
 from tests.driver.inside.conftest import Kernels, hasty
 from tests.driver.standin import Driver
-from tests.offload.placed import needs_kernels
 from tests.planner.models import RATE
-from tests.store.synthetic import SyntheticCheckpoint
 
 
 @pytest.fixture
@@ -243,17 +239,6 @@ def test_a_pass_records_few_parts(recordings: Recordings, cache: KVCache) -> Non
     assert not static_of(step).has("b")
 
 
-def test_many_shapes(recordings: Recordings, cache: KVCache) -> None:
-    rounds = [[recorded(recordings, cache, rows) for rows in range(1, 21)] for _ in range(5)]
-    assert not any(rounds[0])
-    assert rounds[1] == rounds[2] == rounds[4]
-    assert sum(found is not None for found in rounds[4]) == 8
-    # What has not come for long gives way.
-    for _ in range(100):
-        recorded(recordings, cache, 20)
-    assert recorded(recordings, cache, 20) is not None
-
-
 # -- measurements ----------------------------------------------------------------------------------
 
 
@@ -297,18 +282,3 @@ def test_a_gpu_is_measured(device: Cuda, gpu: Kernels, monkeypatch: pytest.Monke
     more = measuring.measure_gpu(ops, ["q8_0"], known=RATE, stopwatch=Watch(), size=Small)
     assert more.products.keys() == {"int4-g32", "q8_0"}
     assert replace(more, products=RATE.products) == RATE
-
-
-@needs_kernels
-@pytest.mark.usefixtures("given_rates", "measured")
-def test_speeds_of_a_model(device: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    tiny = {**SyntheticCheckpoint(Path("tiny"), inner=64, layers=3).config, "head_dim": 32}
-    monkeypatch.setattr(model, "config_of", lambda _: tiny)
-    monkeypatch.delitem(model.WAYS, "from the SSD")  # so small, all is kept
-    for name in ("LOCALRT_CACHE", "XDG_DATA_HOME", "LOCALRT_OFFLINE"):
-        monkeypatch.setenv(name, "")  # which are put back
-    rows = dict(model.model("14B", prompts=(4, 6), tokens=3))
-    assert list(rows) == ["14B, within 8 GB", "14B, at 12 GB/s", "14B, resident"]
-    for row in rows.values():
-        assert row["decode_tok_s"] > 0, row
-        assert "failed" not in row

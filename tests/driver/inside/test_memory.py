@@ -300,19 +300,6 @@ def test_any_passes(
         assert all((there.to_host() == content(unit)).all() for unit, there in seen)
 
 
-def test_no_thread_waits_for_a_copy(gpu: Kernels, driver: Driver) -> None:
-    """Nothing has been copied when the pass has launched what it can."""
-    units, seen = make_units([2, 2, 2]), list[tuple[StoredUnit, Tensor]]()
-    with copying(FakeSource(), units, slack=4) as (card, _, copies):
-        for unit in [*units, *units]:
-            seen.append((unit, read(copies.acquire(unit.name))))
-            last = card.record()
-            copies.release(unit.name, last)
-        assert last is not None
-        assert not last.query()
-        assert all((there.to_host() == content(unit)).all() for unit, there in seen)
-
-
 @pytest.mark.parametrize("from_disk", [frozenset(), frozenset({0, 1})])
 def test_refused_copy(gpu: Kernels, from_disk: frozenset[int]) -> None:
     """The pass that needs it fails, and a later one finds everything in order."""

@@ -178,38 +178,6 @@ def test_any_placement_of_a_mixture(
     assert near(seen[0][-len(last) :], last)
 
 
-@SLOW
-def test_units_stay_where_nothing_crosses(mixture: Model, gpu: Kernels) -> None:
-    """The ring's bytes are experts' slots there: nothing could be copied through it."""
-    names = [unit.name for unit in mixture.store.manifest.units]
-    units = [name for name in passing(mixture.store) if ".expert." not in name]
-    where = {n: Where.VRAM if n.endswith(".attention") else Where.SSD for n in units}
-    where |= dict.fromkeys([name for name in names if ".expert." in name][:4], Where.VRAM)
-    for device in (AT_ONCE, "cuda"):
-        with on_gpu(mixture, where, make=made(device), expert_costs=COSTS) as decoder:
-            talk(decoder)
-            decoder.weights.memory.evict_gpu(1)
-            talk(decoder)
-
-
-@SLOW
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "gemma4"])
-def test_states_on_both_sides(name: str, gpu: Kernels, tmp_path: Path) -> None:
-    """The first layer's in RAM, the others' on the GPU: states, and keys that later layers read."""
-    with closing(Model(pack_tiny(name, tmp_path))) as model:
-        there = [unit for unit in passing(model.store) if not unit.startswith("layers.0.")]
-        where = {unit: Where.VRAM for unit in there if "expert" not in unit}
-        seen = []
-        for device in (AT_ONCE, "cuda"):
-            with on_gpu(model, where, make=made(device), expert_costs=COSTS) as decoder:
-                cache = decoder.cache(64)
-                parts = (tokens(20), [1], tokens(2, seed=3), [5], [6])
-                seen.append([extend(decoder, cache, part) for part in parts])
-        cache = model.resident.cache(64)
-        assert near(seen[0], [extend(model.resident, cache, part) for part in parts])
-    assert_same(*seen)
-
-
 @pytest.mark.parametrize("format_", ["FP8", pytest.param("plain", marks=SLOW)])
 def test_experts_that_no_kernel_reads(format_: str, gpu: Kernels, tmp_path: Path) -> None:
     """Made of each expert's bytes anew, once they have come; the copies count as memory."""

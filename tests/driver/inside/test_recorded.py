@@ -7,9 +7,8 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, suppress
+from contextlib import AbstractContextManager, closing
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from localrt.common.errors import CancelledError, LocalrtError
 from localrt.engine.batch.sequence import generate
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.request import Request
@@ -36,10 +34,8 @@ from tests.driver.inside.conftest import AT_ONCE, Kernels, hasty, made, on_gpu
 from tests.engine.test_speculation import info_of
 from tests.offload.placed import (
     Model,
-    cancel_after,
     extend,
     needs_kernels,
-    pack_tiny,
     passing,
     tokens,
 )
@@ -158,46 +154,6 @@ def test_caches_grow_without_recording_again(coded: Model, gpu: Kernels) -> None
 
     assert_recorded(coded, gpu, talk)
     assert gpu.launches.count("record") == 3  # the unit of the ring, the two, and the head
-
-
-def test_cancelled_passes(coded: Model, gpu: Kernels) -> None:
-    def talk(decoder: Decoder) -> list[np.ndarray]:
-        cache, seen = decoder.cache(40), list[np.ndarray]()
-        for stop in (0, 0, 3, 4, 1, 5):
-            if stop:
-                with pytest.raises(CancelledError):
-                    decoder.forward(Batch.extend([(cache, [11])]), check=cancel_after(stop - 1))
-            seen += decode(decoder, cache, 1, stop)
-        return seen
-
-    assert_recorded(coded, gpu, talk)
-
-
-def test_a_pass_that_fails_while_it_is_recorded(
-    coded: Model, gpu: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a sum pending, which the next pass must not find."""
-    attend, failures = CudaOps.norm_qkv_rope_append, list[int]()
-
-    def fail_once(ops: CudaOps, x: Any, *args: Any) -> Any:
-        if ops.recording is not None and not failures:
-            failures.append(1)
-            raise LocalrtError("the GPU refuses")
-        return attend(ops, x, *args)
-
-    monkeypatch.setattr(CudaOps, "norm_qkv_rope_append", fail_once)
-
-    def talk(decoder: Decoder) -> list[np.ndarray]:
-        cache, seen = decoder.cache(40), list[np.ndarray]()
-        for token in tokens(3):
-            with suppress(LocalrtError):
-                seen.append(extend(decoder, cache, [token]))
-                continue
-            seen.append(extend(decoder, cache, [token]))
-        return seen
-
-    assert_recorded(coded, gpu, talk)
-    assert failures
 
 
 # -- what a token costs ----------------------------------------------------------------------------
@@ -350,19 +306,6 @@ def test_a_pass_is_one_launch(small: Model, gpu: Kernels) -> None:
     assert launches() == ["replay"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["nemotron-h", "deepseek-v2-dense"])
-def test_states_and_latents(name: str, gpu: Kernels, tmp_path: Path) -> None:
-    with closing(Model(pack_tiny(name, tmp_path))) as model:
-        ops = CudaOps(device="cuda")
-        decoder = loaded(model, ops)
-        turns = [[(0, False), (1, False)]] * 3 + [[(0, False), (1, True), (2, False)]] * 3
-        wanted = chat(decoder, decoder.forward, turns, [0, 0, 0], together=False)
-        seen = chat(decoder, ops.graphed(decoder.forward), turns, [0, 0, 0], together=True)
-    assert all(map(np.array_equal, seen, wanted))
-    assert gpu.launches.count("replay") > 3
-
-
 # -- the best logits alone -------------------------------------------------------------------------
 
 VOCAB = 2100
@@ -415,15 +358,6 @@ def test_the_same_answer_from_fewer_bytes(
     assert copied == LENGTH * [4 * VOCAB]
 
 
-def test_who_needs_all_logits_gets_them(engine: NativeEngine, gpu: Kernels) -> None:
-    """On the same session; what was recorded with the best ones has all of them too."""
-    session = engine.session(64)
-    found = [answer(engine, session, sampling=RANDOM, logprobs=each) for each in (0, None, 0, None)]
-    assert found == 4 * found[:1]
-    # A prompt and single tokens, each without the best and with them.
-    assert gpu.launches.count("record") <= 4
-
-
 def test_trees_of_the_best(engine: NativeEngine) -> None:
     tree = TokenTree.of([7, 8, 9], [-1, 0, 0], [-1.0, -2.0, -3.0], "own")
     seen = []
@@ -438,20 +372,3 @@ def test_trees_of_the_best(engine: NativeEngine) -> None:
     every, best = seen
     assert best.tobytes() == best_of(every).tobytes()
     assert TreePass(tree, best).likeliest() == TreePass(tree, every).likeliest()
-
-
-def test_parts_of_a_head_give_all_logits(coded: Model, gpu: Kernels) -> None:
-    """Where the whole head is in one piece on the GPU, a segment finds the best."""
-    whole = dict.fromkeys(passing(coded.store), Where.VRAM)
-    heads = [name for name in whole if "head" in name]
-    for where in (whole, whole | {heads[1]: Where.RAM}):
-        with on_gpu(coded, where, slack=(2, 2), make=made("cuda")) as decoder:
-            cache, seen = decoder.cache(64), []
-            for best_only in (False, False, True, False):
-                batch = Batch.extend([(cache, [5])])
-                seen.append(decoder.forward(replace(batch, best_only=best_only)))
-                cache.trim(0)
-        assert is_best(seen[2]) == (where is whole)
-        wanted = best_of(seen[1]) if where is whole else seen[1]
-        assert seen[2].tobytes() == wanted.tobytes()
-        assert np.array_equal(seen[3], seen[1])

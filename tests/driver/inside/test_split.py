@@ -10,7 +10,7 @@ import pytest
 
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
-from localrt.offload.placement import LEAST_GPU_ROWS, Placement, Where, host_piece, link_piece
+from localrt.offload.placement import Placement, Where, host_piece, link_piece
 from localrt.quant.ops.protocol import Batch, Span
 from tests.driver.inside.conftest import AT_ONCE, Kernels, made, on_gpu
 from tests.offload.placed import Model, assert_same, extend, needs_kernels, pack_synthetic, tokens
@@ -40,7 +40,7 @@ THIRDS: Shares = (0.4, 0.3)
 MOST: Shares = (0.01, 0.98)
 
 
-def placement(model: Model, split: Mapping[int, Shares], crossing: int = 0) -> Placement:
+def placement(model: Model, split: Mapping[int, Shares]) -> Placement:
     """Everything on the GPU but pieces of these layers' MLPs."""
     units = {unit.name: unit for unit in model.store.manifest.units}
     names = {f"layers.{layer}.mlp": shares for layer, shares in split.items()}
@@ -50,14 +50,12 @@ def placement(model: Model, split: Mapping[int, Shares], crossing: int = 0) -> P
         where[host_piece(name)] = Where.RAM
         if link:
             where[link_piece(name)] = Where.LINK
-    copies = crossing or any(link for _, link in split.values())
+    copies = any(link for _, link in split.values())
     ring = max(unit.nbytes for unit in units.values()) + PAGE if copies else 0
     return Placement(
         where=where,
         kv=("vram",) * LAYERS,
         vram_ring=ring,
-        gpu_rows=crossing,
-        crossing=frozenset(map(host_piece, names)) if crossing else frozenset(),
         split=names,
     )
 
@@ -116,22 +114,3 @@ def test_recorded_as_step_by_step(model: Model, split: dict[int, Shares], gpu: K
         assert_same(talk(decoder), wanted)
     with opened(model, placement(model, {}), device=AT_ONCE) as whole:
         assert_close(wanted, talk(whole))
-
-
-@pytest.mark.slow
-def test_long_passes_are_the_gpus(model: Model, gpu: Kernels) -> None:
-    """To the bit: in them every row is the GPU's, as where all of the model is there."""
-    prompt = tokens(LEAST_GPU_ROWS + 20)
-    seen = []
-    shared: dict[int, Shares] = {0: HALVES, 2: THIRDS}
-    for split in (shared, uncopied(shared), {}):
-        plan = placement(model, split, crossing=LEAST_GPU_ROWS if split else 0)
-        with opened(model, plan) as decoder:
-            cache = decoder.cache(300)
-            rows = [extend(decoder, cache, prompt, [5, 70]) for _ in range(2)]
-            seen.append(rows)
-            if split:
-                few = extend(decoder, cache, [5])  # the CPU has its piece again
-                assert few.shape == (1, 300)
-    for each in seen[:-1]:
-        assert_same(each, seen[-1])
