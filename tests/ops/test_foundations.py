@@ -9,7 +9,6 @@ import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
-from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,7 @@ from localrt.quant import choose
 from localrt.quant.cpu import abi
 from localrt.quant.cuda import driver as devices
 from localrt.quant.ops.arrays import Regions
-from localrt.quant.ops.attention import AttentionSpec, Rope
+from localrt.quant.ops.attention import AttentionSpec
 from localrt.quant.ops.mathematics import exp, log, power, turns
 
 HEADER = Path(abi.__file__).parent / "csrc" / "abi.h"
@@ -71,19 +70,6 @@ def test_overlaps(wanted: list[tuple[int, int, bool]]) -> None:
         assert (array == number).all()
 
 
-def test_nothing_is_kept() -> None:
-    """A region ends with its last array, also the one that would be taken from next."""
-    regions = Regions()
-    first = regions.take(1 << 20)
-    region = ref(first.base)
-    kept = first.view(np.float32)[:4]
-    del first
-    assert region() is not None
-    del kept
-    assert region() is None
-    assert regions.take(100).size == 100
-
-
 GRID = np.linspace(-700, 700, 4001)
 ANGLES = np.arange(0, 1 << 20, 37, dtype=np.float32) * np.float32(0.7)
 
@@ -110,17 +96,6 @@ def test_bits() -> None:
     values = [exp(GRID), log(exp(GRID)), power(1e6, GRID / 700), *turns(ANGLES)]
     digest = hashlib.sha256(b"".join(each.tobytes() for each in values)).hexdigest()
     assert digest[:16] == "d8703ab224a4b80c"
-
-
-def test_turns_of_any_rows() -> None:
-    """A position's turns do not depend on the positions beside it."""
-    rope = Rope(tuple(1e4 ** (-n / 8) for n in range(8)), scale=1.1)
-    positions = np.arange(1000)
-    whole = rope.turns(positions)
-    for rows in (positions[127:128], positions[60:130], positions[[3, 900]], positions[64:128]):
-        for some, all_ in zip(rope.turns(rows), whole, strict=True):
-            np.testing.assert_array_equal(some, all_[rows])
-    np.testing.assert_array_equal(rope.turns(positions[:3] - 2)[1][:2], -whole[1][2:0:-1])
 
 
 PLAIN = AttentionSpec(heads=1, kv_heads=1, head_dim=64, scale=1.0, eps=1e-6, rope=None)

@@ -13,7 +13,6 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.reference.ops import TorchOps
 from tests.conftest import needs_kernels
 from tests.ops.layers import SHAPES, IndexedLayer, Shape, check_tree, random_rows, random_tensors
-from tests.ops.oracles import read_in
 from tests.ops.test_native_matmul import ISAS
 
 FORMATS = ["bf16", "int8", "int4"]
@@ -63,15 +62,6 @@ def test_ties_go_to_earlier_blocks(make: Any) -> None:
     for row, picks in enumerate(layer.picks()):
         tail = (row + 1) // 4 * 4
         assert picks == [*range(min(12, tail)), *range(tail, row + 1)]
-
-
-@needs_kernels
-@given(case=ALL_LAYERS, cuts=st.lists(st.integers(1, 40), min_size=1, max_size=12))
-def test_passes_of_any_size(
-    native: dict[tuple[str, str], IndexedLayer], case: tuple[str, str], cuts: list[int]
-) -> None:
-    layer, x = native[case], random_rows(sum(cuts))
-    np.testing.assert_array_equal(read_in(layer, x, cuts), layer.run((layer.cache(), x)))
 
 
 @needs_kernels

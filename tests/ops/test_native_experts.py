@@ -222,26 +222,6 @@ def test_activations_and_biases(names: tuple[str, ...], activation, isa: str) ->
     assert np.array_equal(run(ops, table, x[:1], some_rows(choice, slice(1)), spec), whole[:USED])
 
 
-@pytest.mark.parametrize(
-    ("rows", "count", "names", "isa"),
-    [*((900, 2, "q8_0", isa) for isa in ISAS[:1]), *((90, 8, "mxfp4", isa) for isa in ISAS)],
-)
-def test_wide_experts_and_long_batches(rows: int, count: int, names: str, isa: str) -> None:
-    """Tasks of many tiles, and rows in several chunks."""
-    shape = (1024, 544)
-    experts = [Expert((names,) * 3, seed, shape=shape) for seed in range(count)]
-    two, one = NativeOps(threads=2, isa=isa), NativeOps(threads=1, isa=isa)
-    x, choice = inputs(rows, 1024), routing(rows, count=count, used=2)
-    whole = run(two, fill(two, experts), x, choice)
-    table = fill(one, experts)
-    for row in (0, 1, rows // 2, rows - 1):
-        mine = slice(row, row + 1)
-        alone = run(one, table, x[mine], some_rows(choice, mine))
-        assert np.array_equal(alone, whole[2 * row : 2 * row + 2])
-    part = run(one, table, x[5:50], some_rows(choice, slice(5, 50)))
-    assert np.array_equal(part, whole[10:100])
-
-
 def test_missing_expert() -> None:
     expert = Expert(("q4_0", "q4_0", "q4_0"), 0)
     ops = NativeOps(threads=2)

@@ -13,7 +13,7 @@ from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
-from localrt.quant.ops.protocol import Batch, MlpSpec, MlpWeights
+from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from tests.conftest import needs_kernels
 from tests.ops.oracles import gated
 from tests.ops.packed import random_tensor
@@ -100,18 +100,6 @@ def test_instruction_sets(name: str) -> None:
         np.testing.assert_array_equal(result, results[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_embedding(name: str) -> None:
-    tensor = random_tensor(name, 50, 256, seed=4)
-    ops = NativeOps(threads=1)
-    table = ops.weight((50, 256), [tensor])
-    tokens = np.array([0, 49, 17, 17, 33])
-    cache = ops.kv_cache([], 64)
-    step = ops.begin(Batch.extend([(cache, tokens.tolist())]))
-    found = ops.embed(table, step, 2.0)
-    np.testing.assert_allclose(found, computed(tensor)[tokens] * 2, rtol=1e-5, atol=1e-8)
-
-
 def test_joined_blocks() -> None:
     """Also of stacked matrices in different formats."""
     ops, tensor = NativeOps(threads=2), random_tensor("q4_0", 50, 256)
@@ -180,18 +168,6 @@ def test_a_rotated_weight_gets_rotated_inputs(size: int, isa: str) -> None:
     assert np.abs(error).max() < 2e-3 * np.abs(ops.linear(x, rotated)).max()
     with pytest.raises(ValueError, match="rotation"):
         ops.weight((80, 256), [tile_tensor(tensor, hadamard=size), tile_tensor(tensor)])
-
-
-def test_more_threads_than_cores_change_nothing() -> None:
-    """Workers that come late to a job must not take tasks of the next one."""
-    small, large = random_tensor("q4_0", 96, 128, seed=12), random_tensor("q4_0", 512, 128, seed=13)
-    ops = NativeOps(threads=8)
-    weights = [ops.weight(tensor.shape, [tensor]) for tensor in (small, large)]
-    x = np.random.default_rng(12).standard_normal((1, 128)).astype(np.float32)
-    expected = [ops.linear(x, weight) for weight in weights]
-    for _ in range(300):
-        for weight, result in zip(weights, expected, strict=True):
-            assert np.array_equal(ops.linear(x, weight), result)
 
 
 @pytest.mark.parametrize("isa", ISAS)

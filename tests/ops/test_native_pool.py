@@ -155,22 +155,6 @@ def test_fork() -> None:
     """)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    "asan" in os.environ.get("LD_PRELOAD", ""), reason="the address sanitizer ends such a process"
-)
-def test_too_few_threads() -> None:
-    run_script("""
-        rounds_with_pauses(NativeOps(threads=1))  # loads what finds no room below the limit
-        used = 4096 * int(Path("/proc/self/statm").read_text("utf-8").split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (used + (128 << 20), resource.RLIM_INFINITY))
-        before = threads()
-        ops = NativeOps(threads=500)
-        assert 0 < len(threads() - before) < 400
-        rounds_with_pauses(ops)
-    """)
-
-
 SMALL_STACKS = """
 import threading
 def answer():

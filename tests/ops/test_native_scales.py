@@ -8,27 +8,12 @@ import numpy as np
 import pytest
 
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.cpu.scales import NativeSearch, fast_search
+from localrt.quant.cpu.scales import NativeSearch
 from localrt.quant.formats import CODECS
 from localrt.quant.formats.ggml import GGUF_CODECS
-from localrt.quant.methods.scales import ScaleSearch, best_scales
+from localrt.quant.methods.scales import best_scales
 from tests.conftest import needs_kernels
 from tests.ops.test_native_matmul import ISAS
-
-
-@pytest.mark.parametrize("search", [best_scales, fast_search(2)])
-@pytest.mark.parametrize("name", CODECS)
-def test_groups_of_zeros_and_of_one_value(name: str, search: ScaleSearch) -> None:
-    codec = CODECS[name]
-    groups = np.zeros((3, codec.format.block), np.float32)
-    groups[1] = 0.25
-    groups[2, 5] = 1e-7
-    scales = search(codec, groups)
-    values = codec.decode(codec.encode(groups, scales), scales)
-    assert not values[0].any()
-    np.testing.assert_allclose(values[1], 0.25, rtol=0.05)
-    assert np.abs(values[2]).max() <= 2e-7
-
 
 pytestmark = needs_kernels
 

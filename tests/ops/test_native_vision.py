@@ -106,36 +106,3 @@ def test_attention(size: int, isa: str) -> None:
         )
         found = steps.attention(q, k, v, 0.3, ends)
         assert error(found, expected) < (1e-2 if isa in IN_BF16 else 5e-6)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("window", [1, 64, 200])
-def test_attention_within_a_window(window: int, isa: str) -> None:
-    """Large scores show that keys outside the window count for nothing."""
-    steps = native(isa)
-    for ends in ((1, 18, 130), (290 if isa == ISAS[0] else 150,)):
-        q, k, v = (floats(ends[-1], 3, 5, 40, seed=ends[-1])[:, i] for i in range(3))
-        exact = (each.astype(np.float64) for each in (q, k, v))
-        expected = VisionSteps.attention(steps, *exact, 3.0, ends, window)
-        found = steps.attention(q, k, v, 3.0, ends, window)
-        assert error(found, expected) < (0.1 if isa in IN_BF16 else 1e-5)
-
-
-@pytest.mark.parametrize("isa", ISAS)
-def test_threads_and_other_rows_change_no_bits(isa: str) -> None:
-    x, qkv = floats(140, 544), floats(140, 3, 5, 72)
-    results = []
-    for threads in (1, 2, 5):
-        steps = native(isa, threads)
-        found = []
-        for name in ("f32", "f16", "bf16", "q8_0"):
-            weight = steps.ops.weight((203, 544), [random_tensor(name, 203, 544)])
-            found.append(steps.linear(x, weight, None, "gelu"))
-            for rows in (1, 11, 12, 13, 64):
-                part = steps.linear(x[:rows], weight, None, "gelu")
-                np.testing.assert_array_equal(part, found[-1][:rows])
-        found.append(steps.attention(*qkv.swapaxes(0, 1), 0.2, (130, 140)))
-        results.append(found)
-    for other in results[1:]:
-        for one, two in zip(results[0], other, strict=True):
-            np.testing.assert_array_equal(one, two)

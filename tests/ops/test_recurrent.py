@@ -20,11 +20,9 @@ from tests.ops.layers import (
     Layer,
     check_cancelled,
     check_sequences,
-    check_tree,
     random_rows,
     tree_mask,
 )
-from tests.ops.oracles import read_in
 from tests.ops.test_native_matmul import ISAS as HERE
 
 ISAS = ["", *(isa for isa in ("portable", "avx2") if isa in HERE)]
@@ -52,26 +50,6 @@ def test_kernels_give_what_torch_gives(name: str, isa: str) -> None:
         if len(part) == 2:
             for cache in caches:
                 cache.select(18, [0, 2, 3, 5])
-
-
-@needs_kernels
-@given(name=LAYERS, cuts=st.lists(st.integers(1, 12), min_size=1, max_size=8))
-def test_passes_of_any_size(native: dict[str, Layer], name: str, cuts: list[int]) -> None:
-    layer, x = native[name], random_rows(sum(cuts))
-    np.testing.assert_array_equal(read_in(layer, x, cuts), layer.run((layer.cache(), x)))
-
-
-@needs_kernels
-@given(
-    name=LAYERS,
-    held=st.integers(0, 12),
-    parents=st.lists(st.integers(0, 99), min_size=1, max_size=9),
-    first=st.integers(1, 9),
-)
-def test_tree(
-    native: dict[str, Layer], name: str, held: int, parents: list[int], first: int
-) -> None:
-    check_tree(native[name], held, parents, first)
 
 
 @needs_kernels

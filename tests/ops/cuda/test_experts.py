@@ -284,17 +284,6 @@ def test_a_gpus_choice_is_the_oracles(emulator: Emulator, options: dict[str, Any
         assert_same(ours, route(logits + biases[0], biases[1], spec))
 
 
-def test_batch_invariance(emulator: Emulator) -> None:
-    spec = spec_of({"groups": 5, "used_groups": 3, "group_top": 2})
-    logits = torch.randn(64, 40, generator=torch.Generator().manual_seed(1))
-    whole = chosen_by_gpu(logits, spec)
-    for first, stop in ((0, 1), (3, 7), (40, 64)):
-        emulator.seed += 1
-        part = chosen_by_gpu(logits[first:stop], spec)
-        for name in ("experts", "scores", "weights"):
-            assert np.array_equal(getattr(part, name), getattr(whole, name)[first:stop])
-
-
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "softmax-chosen"])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
 def test_nan_logits(emulator: Emulator, scoring: Any, number: float) -> None:

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from localrt.common.errors import MemoryBudgetError
-from localrt.quant.cuda import cublas, launch
+from localrt.quant.cuda import launch
 from localrt.quant.cuda.formats import TYPES
 from localrt.quant.cuda.launch import LaunchShape
 from localrt.quant.cuda.linear import linear
@@ -255,17 +254,6 @@ def test_joined_matrices() -> None:
     assert error(out.to_host(), quantize(x).values()[0] @ values.T) < 1e-6
 
 
-def test_no_memory_for_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
-
-    x, w = there(random(70, 64).bfloat16()), there(random(8, 64).bfloat16())
-    out = empty(70, 8, dtype=BFLOAT16, device=DEVICE)
-    monkeypatch.setattr(torch, "matmul", full)
-    with pytest.raises(MemoryBudgetError, match="no room for products by cuBLAS"):
-        cublas.multiply(x, w, out)
-
-
 @pytest.mark.parametrize("name", ["e4m3-g128", "e4m3-g64", "e4m3-g32"])
 def test_tiles_of_e4m3_become_bf16(name: str) -> None:
     tensor = replace(random_tensor(name, 37, 384), scale=0.75)
@@ -279,6 +267,3 @@ def test_tiles_of_e4m3_become_bf16(name: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
     for other in ("int8-g32", "bf16"):
         assert not is_e4m3_groups(tile_tensor(random_tensor(other, 16, 32)))
-
-
-# -- adapters --------------------------------------------------------------------------------------
