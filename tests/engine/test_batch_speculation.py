@@ -138,16 +138,6 @@ def test_spared_passes(
     assert all("other answers share" in str(m.speculation) for m in metrics)
 
 
-def test_ends_within_tree(engine: NativeEngine, alone: list[list[int]]) -> None:
-    text = "".join(c.text for c in run(engine, None, prompt=PROMPTS[0]))
-    settings = {"stop": (text[9:11],), "eos_ids": frozenset([alone[1][13]])}
-    plain = [run(engine, None, prompt=prompt, **settings) for prompt in PROMPTS]
-    ours = batch(engine, requests(knowing(alone), **settings))
-    assert [ids(chunks) for chunks in ours] == [ids(chunks) for chunks in plain]
-    assert [c[-1].finish_reason for c in ours] == [c[-1].finish_reason for c in plain]
-    assert len(ids(ours[0])) < 40
-
-
 @pytest.mark.parametrize("rows", [4, 30])
 def test_prompts_beside_drafts(
     engine: NativeEngine, alone: list[list[int]], monkeypatch: pytest.MonkeyPatch, rows: int

@@ -4,10 +4,8 @@ takes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ import pytest
 import localrt
 from localrt.engine.native import session as sessions
 from localrt.engine.native.engine import NativeEngine
-from localrt.engine.native.meters import RamForecast, RamMeter
-from localrt.offload.shapes import PassSizes
 from localrt.quant.ops.arrays import AFTER_LAST
 from localrt.speculative.tree import TokenTree
 from tests.conftest import needs_kernels
@@ -88,22 +84,3 @@ def test_tokens_from_elsewhere(engine: NativeEngine) -> None:
     session.extend(TOKENS[8:])
     assert session.record_features() is features
     np.testing.assert_array_equal(features.get(8, 12), plain(engine, TOKENS)[8:])
-
-
-def test_a_session_may_open_while_a_pass_is_counted() -> None:
-    sizes = PassSizes(hidden=8, inner=8, vocab=8)
-    meter = RamMeter(RamForecast(process=0, weights=0, sizes=sizes))
-    kept: list[Any] = []
-
-    class Cache:
-        @property
-        def nbytes(self) -> int:
-            if len(kept) < 8:  # somebody else's, in the middle of the sum
-                opened = threading.Thread(target=lambda: kept.append(meter.holds(Cache())))  # type: ignore[type-var]
-                opened.start()
-                opened.join()
-            return 100
-
-    kept += [meter.holds(Cache()), meter.holds(Cache())]  # type: ignore[type-var]
-    meter.passed(1, 1)
-    assert (meter.forecast() or 0) >= 200

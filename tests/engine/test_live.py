@@ -192,21 +192,6 @@ def test_shared_prompt() -> None:
     assert sum(map(sum, engine.passes)) <= len(LONG) + 3 * 16 + 1
 
 
-def test_shared_prompt_cancelled() -> None:
-    engine = CopyingEngine()
-    engine.pass_rows = 50
-    with open_live(engine, most=16) as live:
-        first = live.submit(request(LONG, 3), client="one")
-        engine.go(1)
-        wait_for(lambda: engine.asked == 2)
-        others = [live.submit(request([*LONG, n], 3), client="one") for n in (20, 30)]
-        engine.go(1)
-        first.cancel()
-        engine.free = True
-        assert [said(answer) for answer in others] == [[21, 22, 23], [31, 32, 33]]
-    assert sum(map(sum, engine.passes)) <= len(LONG) + 60
-
-
 class Sized(ScriptedEngine):
     """Whose caches take memory."""
 

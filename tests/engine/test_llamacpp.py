@@ -71,22 +71,6 @@ def probabilities(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.real
-def test_grow(engine: LlamaCppEngine) -> None:
-    grown = engine.session(2048)
-    assert grown.nbytes == 0
-    grown.extend([7] * 8)
-    small = grown.nbytes
-    assert 0 < small < 2048 * engine.kv_nbytes(1)
-    grown.extend(PROMPT)
-    before = grown.extend([1, 2, 3]).copy()
-    grown.trim(len(grown.tokens) - 3)
-    grown._grow(1500)
-    assert grown.nbytes > small
-    assert list(grown.tokens) == [7] * 8 + PROMPT
-    np.testing.assert_allclose(grown.extend([1, 2, 3]), before, atol=0.5)
-
-
-@pytest.mark.real
 def test_cancel(engine: LlamaCppEngine) -> None:
     session = engine.session(2048)
     session.extend([9] * 512)
@@ -144,18 +128,3 @@ def test_tokenizer(tokenizer: LlamaCppTokenizer, text: str) -> None:
     assert "".join(pieces) + stream.flush() == text
     assert not any("\ufffd" in piece for piece in pieces)
     assert b"".join(map(tokenizer.token_bytes, tokens)) == text.encode()
-
-
-@pytest.mark.real
-def test_special_tokens(tokenizer: LlamaCppTokenizer) -> None:
-    start = tokenizer.token_id("<|im_start|>")
-    end = tokenizer.token_id("<|im_end|>")
-    assert start is not None
-    assert {start, end} <= tokenizer.special_ids
-    assert end in tokenizer.eos_ids
-    assert tokenizer.token_text(start) == "<|im_start|>"
-    parsed = tokenizer.encode("<|im_start|>user", add_special=False, parse_special=True)
-    assert parsed[0] == start
-    assert start not in tokenizer.encode("<|im_start|>user", add_special=False)
-    assert tokenizer.decode(parsed) == "user"
-    assert tokenizer.token_id("no such token, surely") is None

@@ -7,7 +7,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
 from localrt.engine.speculation import GapWork, Speculation
 from localrt.engine.types import Chunk
-from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import waiting
 from localrt.quant.cpu.ops import NativeOps
 from localrt.speculative.ngram import Archive, NgramSource
@@ -34,7 +32,6 @@ from localrt.speculative.tuner import Tuner
 from tests.conftest import needs_kernels
 from tests.engine.fake_session import ByteTokenizer, ScriptedEngine
 from tests.models.tiny import SIZES, load_ours, save_tiny, tokens
-from tests.offload.placed import Model, pack_tiny, passing
 from tests.speculative.sources import model_source
 from tests.waits import wait_for
 
@@ -200,17 +197,6 @@ def test_limits(engine: NativeEngine) -> None:
     with_stop = [run(engine, s, stop=(stop,)) for s in (None, fixed(source))]
     assert "".join(c.text for c in with_stop[0]) == "".join(c.text for c in with_stop[1])
     assert with_stop[1][-1].finish_reason == "stop"
-
-
-def test_next_turn(engine: NativeEngine) -> None:
-    source = drafting(engine)
-    speculation = fixed(source)
-    session = engine.session(CAPACITY)
-    first = ids(run(engine, speculation, session=session, max_tokens=20))
-    longer = [*PROMPT, *first, 5, 6]
-    chunks = run(engine, speculation, session=session, prompt=longer, max_tokens=20)
-    assert chunks[-1].metrics.cached_tokens == len(longer) - 3
-    assert ids(chunks) == ids(run(engine, None, prompt=longer, max_tokens=20))
 
 
 class Failing(DraftSource):
@@ -393,63 +379,6 @@ def test_cancel_while_drafting_ahead(
     assert ids(run(target.engine, fixed(it, depth=3), session=session)) == plain["greedy"]
 
 
-@pytest.mark.slow
-def test_sessions(target: Waiting, draft: Draft, plain: dict[str, list[int]]) -> None:
-    """They take turns at both models, and none waits for another for ever."""
-    target.meanwhile = lambda: time.sleep(0.01)
-    speculation = Speculation(
-        {"model": lambda _: model_source(draft)},
-        Tuner({"ngram": 0.0, "model": 0.2}),
-        fixed=TreeSize(8, 3),
-    )
-
-    def one(name: str) -> list[int]:
-        return ids(run(target.engine, speculation, sampling=SAMPLINGS[name]))
-
-    names = [*SAMPLINGS, *SAMPLINGS]
-    with ThreadPoolExecutor(len(names)) as pool:
-        for name, answer in zip(names, pool.map(one, names, timeout=120), strict=True):
-            assert answer == plain[name]
-    assert draft.ahead > 0
-    assert not any_drafting()
-
-
-class SlowFiles(StoreFiles):
-    """A disk whose reads take a while."""
-
-    def read_into(self, name: str, offset: int, out: Any) -> None:
-        time.sleep(0.01)
-        super().read_into(name, offset, out)
-
-
-@pytest.mark.slow
-def test_ahead_of_a_streamed_target(tmp_path: Path) -> None:
-    """Its passes wait for what is read, and the tuner makes use of it."""
-    folder = pack_tiny("qwen2", tmp_path)
-    # Two of them, since one ``Ops`` computes one pass at a time.
-    with closing(Model(folder)) as model, closing(Model(folder)) as twin:
-        streamed = [name for name in passing(model.store) if name.startswith("layers")]
-        files = SlowFiles(model.store.path, {u.file for u in model.store.manifest.units})
-        info = info_of("qwen2")
-        resident = NativeEngine(twin.resident, info)
-        expected = ids(run(resident, None))
-        with model.placed(streamed, files=files) as decoder:
-            engine = NativeEngine(decoder, info)
-            helper = Draft(resident)
-            tuner = Tuner({"model": 0.05})
-            sharp = model_source(helper, temperature=0.02)
-            speculation = Speculation({"model": lambda _: sharp}, tuner)
-            told = "drafted while weights load"
-            for turn in range(20):  # a draft that is held up may lose more than one answer gains
-                chunks = run(engine, speculation)
-                assert ids(chunks) == expected
-                if turn > 1 and helper.ahead and told in str(chunks[-1].metrics.speculation):
-                    break
-            assert helper.ahead > 0
-            assert told in str(chunks[-1].metrics.speculation)
-            assert not any_drafting()
-
-
 def nothing() -> None:
     pass
 
@@ -457,22 +386,17 @@ def nothing() -> None:
 class Layers:
     """Work of many short layers, which are counted."""
 
-    def __init__(self, useful: Callable[[Any], bool] = lambda true: False) -> None:
+    def __init__(self) -> None:
         self.done = 0
         self.ended = ""
-        self._useful = useful
 
     def __call__(self, check: Callable[[], None], outcome: Callable[[], Any]) -> None:
         try:
-            more = 3
-            while more:
+            while True:
                 check()
-                true = outcome()
-                if true is not None and not self._useful(true):
+                if outcome() is not None:
                     raise CancelledError("of no use")
-                more -= true is not None
                 self.done += 1
-            self.ended = "finished"
         except CancelledError as error:
             self.ended = str(error)
             raise
@@ -495,12 +419,3 @@ def test_gaps_alone() -> None:
     assert not any_drafting()
     assert check.error is None
     assert 0 <= check.shared_s < check.waited_s + 5
-
-
-def test_useful_work_finished() -> None:
-    layers = Layers(useful=lambda true: true == [7])
-    with GapWork(nothing, layers) as check:
-        with check.waiting():
-            wait_for(lambda: layers.done > 0)
-        check.ended([7])
-    assert layers.ended == "finished"

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from localrt.engine.sampling import Distribution, Dry, Sampling, adjust_logits, distribution, draw
 from localrt.models.decoder import Decoder
-from localrt.offload.kv.cache import KvTier
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.ops.kv_formats import KV_FORMATS, CacheFormat
 from localrt.quant.ops.protocol import Batch, Span
@@ -259,31 +258,3 @@ def test_paths(load: Any, name: str, kv_format: CacheFormat, held: int) -> None:
     assert cache.length == alone.length
     more = [decoder.forward(Batch.extend([(c, tokens(20, seed=5))])) for c in (cache, alone)]
     assert np.array_equal(*more)
-
-
-@needs_kernels
-@pytest.mark.parametrize("kv_format", ["bf16", "int8", "int4"])
-@pytest.mark.parametrize("held", [250, 506])
-def test_ssd_as_ram(tmp_path: Path, kv_format: Any, held: int) -> None:
-    save_tiny("qwen2", tmp_path)
-    ram, ssd = (
-        load_ours(tmp_path, NativeOps(threads=1, kv_format=kv_format), context=CAPACITY)
-        for _ in range(2)
-    )
-    specs = ssd.config.attention
-    places: Any = ["ssd", "ram", "ssd"]
-    tier = KvTier(specs, places, tmp_path, capacity=CAPACITY, kv_format=kv_format, slots=1)
-    assert isinstance(ssd.ops, NativeOps)
-    ssd.ops.kv_maker = tier
-    results, tree = [], some_tree()
-    for decoder in (ram, ssd):
-        cache = decoder.cache(CAPACITY)
-        decoder.forward(Batch.extend([(cache, tokens(held))]), rows=[])
-        tree_pass(decoder, cache, 7, tree)
-        cache.select(held, [0, *(1 + node for node in path_to(tree, 21))])
-        results.append(decoder.forward(Batch.extend([(cache, tokens(30, seed=3))])))
-        cache.trim(held + 2)
-        results.append(decoder.forward(Batch.extend([(cache, tokens(300, seed=4))]), rows=[299]))
-    assert np.array_equal(results[0], results[2])
-    assert np.array_equal(results[1], results[3])
-    tier.close()

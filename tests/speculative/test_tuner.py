@@ -82,25 +82,6 @@ def test_loss_resident(
 
 
 @pytest.mark.parametrize(
-    ("world", "least"),
-    [
-        (World(streamed, {"model": 0.85}, {"model": 0.02}, noise=0.05), 2.5),
-        (World(streamed, {"ngram": 0.2, "model": 0.9}, {"model": 0.01}), 3.0),
-        (World(streamed, {"ngram": 0.9, "model": 0.1}, {"model": 0.2}), 2.5),
-    ],
-    ids=["model", "better model", "better lookup"],
-)
-def test_gain_streamed(world: World, least: float) -> None:
-    speeds = world.play()
-    assert speeds[0] > 0.8 * least
-    assert min(speeds[1:]) > least
-
-
-def test_gain_lookup() -> None:
-    assert min(World(resident, {"ngram": 0.9}, noise=0.05).play()) > 1.3
-
-
-@pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=[pytest.mark.slow] * (n != "head 0.8, resident")) for n in WORLDS],
 )
