@@ -66,15 +66,13 @@ def write_mmproj(
     folder: Path,
     path: Path,
     *,
-    kind: str = "f32",
     changes: Mapping[str, Any] = MappingProxyType({}),
     named: Callable[[str], str | None] = str,
 ) -> Path:
     """The encoder of the model in ``folder`` as the file ``path``.
 
     ``changes`` are other metadata (None: without it), ``named`` gives a tensor another name, or
-    leaves it out. Matrices are of the ggml type ``kind`` where the converter lets them, and where
-    they have whole blocks.
+    leaves it out.
     """
     config = json.loads((folder / "config.json").read_text("utf-8"))
     state = {
@@ -94,16 +92,8 @@ def write_mmproj(
         tensors["v.token_embd.img_break"] = np.ones(columns, np.float32)
     metadata = {**_metadata(folder, config), **changes}
     metadata = {key: value for key, value in metadata.items() if value is not None}
-    block = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind.upper()]][0]
-
-    def own(name: str, array: Array) -> str:
-        whole = array.ndim == 2 and array.shape[-1] % block == 0
-        return kind if whole and "embd" not in name and "patch_merger" not in name else "f32"
-
     typed = {
-        new: (array, own(name, array))
-        for name, array in tensors.items()
-        if (new := named(name)) is not None
+        new: (array, "f32") for name, array in tensors.items() if (new := named(name)) is not None
     }
     return write_gguf(path, "clip", metadata, typed)[0]
 

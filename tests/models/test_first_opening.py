@@ -16,7 +16,6 @@ from localrt.common.settings import Settings
 from localrt.hub import resolve_adapter
 from localrt.models import first_opening
 from localrt.models.first_opening import check_first
-from tests.conftest import needs_links
 from tests.models.make_gguf import write_tiny_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -68,17 +67,6 @@ def test_files_are_parsed_once(tiny_folder: Path, tmp_path: Path, starts: list[l
     assert len(starts) == 3
 
 
-@needs_links
-def test_files_that_are_links(tiny_folder: Path, tmp_path: Path) -> None:
-    """As in the hub's cache, whose files lie in another folder."""
-    folder = tmp_path / "snapshot"
-    folder.mkdir()
-    for number, file in enumerate(tiny_folder.iterdir()):
-        blob = shutil.copy(file, tmp_path / str(number))
-        (folder / file.name).symlink_to(blob)
-    assert check_first(folder, tmp_path).endswith("tensors, config, tokenizer")
-
-
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
@@ -121,16 +109,6 @@ def test_too_much_memory_is_refused(
     (line,) = capsys.readouterr().err.splitlines()
     assert "is refused" in line
     assert "MemoryError" in line
-
-
-def test_a_process_that_is_not_ours_checks_nothing(
-    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As where the interpreter is another program: models are used, and nothing is recorded."""
-    runs_instead("print('Usage: me [OPTIONS]')", monkeypatch)
-    line = check_first(tiny_folder, tmp_path / "cache")
-    assert line == "no: the process that checks it does not start"
-    assert not (tmp_path / "cache").exists()
 
 
 def test_no_process_can_be_started(

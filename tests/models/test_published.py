@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,6 @@ from localrt.common.errors import LocalrtError
 from localrt.drafts.heads.files import prediction_notes
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.registry import read_config
-from localrt.offload.shapes import shape_from_checkpoint
 from localrt.offload.store import pack_store
 from localrt.quant.formats import F16, unpack
 from localrt.quant.formats.fp4 import E2M1
@@ -253,21 +251,6 @@ def test_quantized_kv_b(tmp_path: Path) -> None:
         got = unpack(checkpoint.read(values.name)).reshape(heads, value, 32)
         np.testing.assert_allclose(got, both[:, nope:], atol=0.01)
     assert relative_error(logits_of(path, IDS), tiny.logits(IDS)) < 0.05
-
-
-def test_prediction_block_of_a_file(tmp_path: Path) -> None:
-    """It is neither read nor packed nor counted."""
-    paths = [tiny_model("glm4-moe").gguf(predicting=blocks) for blocks in (0, 1)]
-    plain, extended = (logits_of(path, IDS) for path in paths)
-    np.testing.assert_array_equal(extended, plain)
-    shapes = []
-    for path in paths:
-        with closing(open_checkpoint(path)) as checkpoint:
-            shapes.append(replace(shape_from_checkpoint(checkpoint), name=""))
-            layers = checkpoint.config["num_hidden_layers"]
-            store = pack_store(checkpoint, tmp_path / path.stem, tiler=tile_tensor)
-        assert not [file for file in store.iterdir() if str(layers) in file.name]
-    assert shapes[0] == shapes[1]
 
 
 def drop(part: str) -> Callable[[Tensors], Tensors]:

@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-import localrt
-from localrt.chat_format.pictures import pictures_of
 from localrt.common.errors import OptionError, UnsupportedModelError
-from localrt.models.vision.picture import Picture
 from localrt.models.vision.registry import has_encoder, read_encoder
-from tests.inside import core_of
 from tests.models.test_model import some
 from tests.models.tiny import relative_error
 from tests.models.tiny_configs import hf
 from tests.models.vision import families
-from tests.models.vision.families import FAMILIES, IMAGE, Family
-from tests.models.vision.oracles import check_logits, expanded, look, picture, plain, renamed
+from tests.models.vision.families import FAMILIES, IMAGE
+from tests.models.vision.oracles import check_logits, expanded, look, picture, renamed
 
 
 @some(FAMILIES, ("gemma4", "idefics3", "internvl", "lfm2-vl-tiles", "mistral3", "minicpm-v"))
@@ -185,100 +178,3 @@ def test_other_encoders_of_llava_are_not_known() -> None:
     assert not has_encoder(config)
     with pytest.raises(UnsupportedModelError, match="'llava'"):
         read_encoder(config, {})
-
-
-_TEMPLATE = """{%- for message in messages -%}
-{{- '<|start|>' + message.role + '\n' -}}
-{%- for part in message.content -%}
-{{- 'PICTURE' if part.type == 'image' else part.text -}}
-{%- endfor -%}
-{{- '<|end|>\n' -}}
-{%- endfor -%}
-{{- '<|start|>assistant\n' if add_generation_prompt -}}
-"""
-PICTURES = Family.pictures
-_TEXTS = ["what is this\n\n\nhello world\n\nand this\n"] * 3  # so that new lines make tokens
-_TILES = [f"row_{row}_col_{column}" for row in (1, 2, 3) for column in (1, 2, 3)]
-
-
-def tokenizer(image: str, placeholder: str, *names: str, first: str = "<|start|>") -> Any:
-    """A tokenizer of bytes and their pairs, with ``names`` and ``image`` as control tokens."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=310,
-        special_tokens=[first, "<|end|>", image, *names],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator(_TEXTS, trainer)
-    assert made.token_to_id(image) == IMAGE
-    return hf.PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token="<|end|>",
-        chat_template=_TEMPLATE.replace("PICTURE", placeholder),
-        extra_special_tokens={
-            "image_token": image,
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
-        },
-    )
-
-
-def processor(name: str, images: Any) -> Any:
-    """Transformers' processor of a family, whose pictures ``images`` prepares."""
-    if name == "gemma3":
-        own = tokenizer("<image_soft_token>", "<start_of_image>")
-        return hf.Gemma3Processor(images, own, image_seq_length=16)
-    if name == "idefics3":
-        names = ["<fake_token_around_image>", "<global-img>", *(f"<{tile}>" for tile in _TILES)]
-        return hf.Idefics3Processor(
-            images, tokenizer("<image>", "<image>", *names), image_seq_len=9
-        )
-    names = ["<|image_start|>", "<|image_end|>", *(f"<|img_{tile}|>" for tile in _TILES)]
-    return hf.Lfm2VlProcessor(images, tokenizer("<image>", "<image>", *names))
-
-
-def message(role: str, *parts: str | Picture) -> dict[str, Any]:
-    """A message of texts and pictures."""
-
-    def shown(part: str | Picture) -> dict[str, Any]:
-        kind = "text" if isinstance(part, str) else "image"
-        return {"type": kind, kind: part}
-
-    return {"role": role, "content": [shown(part) for part in parts]}
-
-
-CHATS: dict[str, Sequence[dict[str, Any]]] = {
-    "text": [message("user", "what is this")],
-    "picture-first": [message("user", PICTURES[0], "what is this")],
-    "pictures": [
-        message("user", "what is this\n", PICTURES[1]),
-        message("assistant", "hello world"),
-        message("user", "and this", PICTURES[0], PICTURES[1], "\n\nhello"),
-    ],
-}
-
-
-@pytest.mark.usefixtures("given_rates")
-@some(("gemma3", "idefics3", "lfm2-vl-tiles"), ("idefics3",))
-def test_chats(name: str, tmp_path: Path) -> None:
-    family = FAMILIES[name](tmp_path)
-    theirs = processor(name, family.processor)
-    theirs.tokenizer.save_pretrained(tmp_path)
-    with localrt.load(str(tmp_path), device="cpu", format="f32", ctx=1024) as model:
-        for chat in CHATS.values():
-            text = theirs.tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=True
-            )
-            images = [picture.image() for picture in pictures_of(chat)]
-            inputs = theirs(images=images or None, text=text, return_tensors="pt")
-            (ids,) = inputs["input_ids"].tolist()
-            assert plain(core_of(model).requests.render(chat), IMAGE) == ids
-            with torch.no_grad():
-                found = family.model.generate(
-                    **inputs, do_sample=False, max_new_tokens=8, min_new_tokens=8
-                )
-            answer = model.generate(chat, temperature=0.0, max_tokens=8, ignore_eos=True)
-            assert list(answer.token_ids) == found[0, len(ids) :].tolist()

@@ -320,19 +320,6 @@ def test_gpu(
         assert ("layer_norm" in names) == room
 
 
-@needs_kernels
-def test_quantized_cache(tiny_vl: TinyVl) -> None:
-    """Keys whose bias is kept apart, as if their place in the cache were their position."""
-    folder, model = tiny_vl("qwen2_5_vl")
-    with opened(folder, NativeOps(threads=2, kv_format="int8")) as engine:
-        ids = prompt(engine, PICTURES)
-        theirs = wanted(folder, model, ids, PICTURES)
-        ends = list(range(1, len(ids) + 1))
-        ours = said(engine, ids, ends)
-        assert relative_error(ours, theirs) < 0.02
-        np.testing.assert_array_equal(said(engine, ids, [9, 20, len(ids)]), ours[[8, 19, -1]])
-
-
 def test_going_back(tiny_vl: TinyVl) -> None:
     """A session that keeps a part of a picture goes on as a new one does."""
     folder, model = tiny_vl("qwen3_vl")
