@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -18,7 +17,6 @@ from localrt.chat_format.call_syntaxes import named_syntax
 from localrt.chat_format.chat_template import ChatTemplate
 from localrt.chat_format.json_schemas import ABSENT, accepted, parameters_of
 from localrt.chat_format.messages import for_template
-from localrt.chat_format.notations import Notation
 from localrt.chat_format.parser import HarmonyParser, TextParser, is_harmony
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.chat_format.thinking import thoughts_apart
@@ -148,45 +146,6 @@ def test_what_a_template_writes_is_read_back(
         assert [call.id for call in parser.calls] == [c["id"] for c in message["tool_calls"]]
 
 
-class _Looked:
-    """A notation that counts the characters among which it looks for strings."""
-
-    characters = 0
-
-    def __init__(self, notation: Notation) -> None:
-        self.parse, self._is_open = notation.parse, notation.is_open
-
-    def is_open(self, text: str, *, inside: bool = False) -> bool:
-        self.characters += len(text)
-        return self._is_open(text, inside=inside)
-
-
-_FENCED = "in a fence"
-
-
-@pytest.mark.parametrize("name", [_FENCED, *KINDS])
-def test_ends_of_calls_within_strings_take_linear_time(name: str) -> None:
-    """Each character is looked at once, however many ends there are."""
-    template, syntax = known("Hermes, Qwen" if name == _FENCED else name)
-    notations = [_Looked(notation) for notation in syntax.calls.notations]
-    syntax = replace(syntax, calls=replace(syntax.calls, notations=tuple(notations)))
-    end = "```" if name == _FENCED else syntax.calls.closing.strip()
-    calls = [("weather", {"city": f'"{end}" \\' * 200 + end * 3})]
-    if not end or is_harmony(template.source) or unwritable(name, calls):
-        pytest.skip("calls have no end, or none that strings may have")
-    tools, message = tools_of(calls), calling(*calls, ids=ids_of(name))
-    answer, prompt = answer_of(template, syntax, message, tools)
-    if name == _FENCED:
-        answer = "See:\n" + answer.replace("<tool_call>", "```json").replace("</tool_call>", end)
-    for cuts in ([len(answer)], [1, 2, 3]):
-        parser = parser_of(template, syntax, tools, prompt)
-        fed(parser, answer, cuts)
-        assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == calls
-        assert all(notation.characters <= len(answer) for notation in notations)
-        for notation in notations:
-            notation.characters = 0
-
-
 def unwritable(name: str, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
     """Whether the template of this name cannot write calls with these strings."""
     found = UNWRITABLE.get(name)
@@ -269,18 +228,6 @@ def test_calls_in_other_words_are_read_too(name: str, text: str) -> None:
     parser = TextParser(known(name)[1].calls, tools_of([("f", {"a": 1})]))
     assert fed(parser, text, [3]) == ""
     assert [(call.name, json.loads(call.arguments)) for call in parser.calls] == [("f", {"a": 1})]
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_half_a_call_is_text(name: str) -> None:
-    template, syntax = known(name)
-    message = calling(("weather", {"city": "Oslo"}), ids="functions.{}:{}")
-    tools = tools_of([("weather", {"city": "Oslo"})])
-    answer, prompt = answer_of(template, syntax, message, tools)
-    parser = parser_of(template, syntax, tools, prompt)
-    shown = fed(parser, answer[: answer.index("slo")], [4])
-    assert parser.calls == ()
-    assert "city" in shown
 
 
 # -- templates that tell little, or mean harm ------------------------------------------------------
@@ -511,35 +458,3 @@ def test_text_is_read_as_the_schema_says(schema: Any, text: str, value: Any) -> 
 def test_parameters_wherever_they_stand(schema: Any, properties: set[str], required: Any) -> None:
     found, needed = parameters_of(schema)
     assert (set(found), needed) == (properties, required)
-
-
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "size": {"$ref": "#/$defs/size"},
-        "count": {"anyOf": [{"$ref": "#/$defs/count"}, NULL]},
-        "note": {"type": ["string", "null"]},
-    },
-    "required": ["size"],
-    **DEFS,
-}
-
-
-CODER = (
-    "<tool_call>\n<function=f>\n<parameter=size>\n10\n</parameter>\n<parameter=count>\n3.0\n"
-    "</parameter>\n</function>\n</tool_call>"
-)
-GLM = (
-    "<tool_call>f\n<arg_key>size</arg_key>\n<arg_value>10</arg_value>\n"
-    "<arg_key>count</arg_key>\n<arg_value>3.0</arg_value>\n</tool_call>"
-)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [("Qwen Coder, Qwen 3.5, Nemotron 3", CODER), ("Hermes, Qwen", CODER), ("GLM", GLM)],
-)
-def test_calls_have_the_types_of_their_tools(name: str, text: str) -> None:
-    parser = parser_of(*known(name), [tool("f", parameters=PARAMETERS)], "")
-    assert fed(parser, text, [7]) == ""
-    assert [json.loads(call.arguments) for call in parser.calls] == [{"size": "10", "count": 3}]

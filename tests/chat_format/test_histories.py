@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,17 +15,7 @@ from localrt.chat_format.chat_template import ChatTemplate, MessageTemplate, Pla
 from localrt.chat_format.histories import HistoryRenderer
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.common.errors import TemplateError
-from tests.chat_format.call_templates import calling, tool
-
-_WHERE = {
-    "type": "object",
-    "properties": {"city": {"type": "string", "description": "Where."}},
-    "required": ["city"],
-}
-TOOLS = [
-    tool(name, description=f"It does {name}.", parameters=_WHERE)
-    for name in ("weather_now", "clock_time")
-]
+from tests.chat_format.call_templates import calling
 
 
 def system(number: int, role: str = "system") -> dict[str, Any]:
@@ -394,25 +382,6 @@ def test_the_beginning_of_a_prompt_stays(kind: str, history: list[dict[str, Any]
         assert whole.startswith(before[:last])
 
 
-def test_a_usual_history_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    template = KINDS["alternating"]
-    count = 0
-    render = template.render_segments
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal count
-        count += 1
-        return render(*args, **options)
-
-    monkeypatch.setattr(template, "render_segments", counted)
-    fresh = renderer(template)
-    written(fresh, HISTORIES["usual"])
-    assert count == 1
-    for _ in range(3):
-        written(fresh, HISTORIES["everything"])
-    assert count < 60  # what the template can show is asked once
-
-
 @pytest.mark.parametrize(
     ("source", "words"),
     [
@@ -465,22 +434,3 @@ def test_thoughts_of_joined_answers_stay_apart() -> None:
     )
     shown = brief(written(renderer(ChatTemplate(source)), [user(1), *thinking, user(2)]))
     assert shown == "[u Q1] [a (Thought 1.+Thought 2.) A1+A2] [u Q2] [a"
-
-
-_FOLDER = os.environ.get("LOCALRT_TEST_TEMPLATES", "")
-_FILES = sorted(Path(_FOLDER).glob("*.jinja")) if _FOLDER else []
-
-
-@pytest.mark.skipif(not _FILES, reason="LOCALRT_TEST_TEMPLATES names no folder of templates")
-@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
-@pytest.mark.parametrize("path", _FILES, ids=lambda path: path.stem)
-def test_published_template(path: Path, tools: list[dict[str, Any]] | None) -> None:
-    template = ChatTemplate(path.read_text(encoding="utf-8"), bos="<s>", eos="</s>")
-    try:
-        template.render([user(1), assistant(1), user(2)], tools=tools)
-    except TemplateError as error:
-        pytest.skip(f"it writes no conversation: {error}")
-    shown = renderer(template)
-    for situation, history in HISTORIES.items():
-        text = written(shown, history, tools=tools)
-        assert not [each for each in texts_of(history) if each not in text], situation

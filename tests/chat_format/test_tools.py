@@ -124,23 +124,6 @@ def test_a_call_is_found_however_its_text_is_cut(name: str, cuts: list[int]) -> 
     assert whole == found
 
 
-@pytest.mark.parametrize(
-    ("template", "text"),
-    [
-        ("<tool_call>", f"<tool_call>\n{_JSON}\n</tool_call>\n<tool_call>\n{_JSON}\n</tool_call>"),
-        ("<|python_tag|>", f"{_LLAMA}; {_LLAMA}"),
-        ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}, {_JSON}]"),
-        ("[TOOL_CALLS]", '[TOOL_CALLS]weather[ARGS]{"city": "Paris", "days": 2}' * 2),
-    ],
-)
-def test_several_calls(template: str, text: str) -> None:
-    reader = TextParser(syntax_of(template), [WEATHER])
-    shown, calls = read(reader, iter(text))
-    assert calls == [("weather", PARIS)] * 2
-    assert shown.strip() == ""
-    assert len({call.id for call in reader.calls}) == 2
-
-
 def test_a_fence_within_a_fenced_call() -> None:
     call = json.dumps({"name": "weather", "arguments": {"city": "```json\n{}\n```"}})
     for cuts in range(1, 9):
@@ -381,17 +364,6 @@ def test_calls_are_saved_with_a_chat(model: localrt.Model, tmp_path: Path) -> No
     again.add_tool_result(call.id, "fine")
     assert again.send(max_tokens=2, ignore_eos=True).text
     assert chat.send("never mind the call", max_tokens=2, ignore_eos=True).text
-
-
-def test_a_template_that_wants_arguments_as_text(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
-        "{{ c.function.name + c.function.arguments }}{% endfor %}{% endfor %}"
-    )
-    folder = write_tiny_model(tmp_path, template=template)
-    messages: list[Any] = [{"role": "user", "content": "x"}, calling(("f", {"a": 1}))]
-    with localrt.load(folder) as model:
-        assert model.detokenize(core_of(model).requests.render(messages, None)) == 'xf{"a": 1}'
 
 
 def test_a_template_that_opens_thinking(tmp_path: Path) -> None:
