@@ -9,7 +9,7 @@ from typing import Any
 
 from localrt.bench import process
 from localrt.bench.process import Launch
-from localrt.common.errors import MemoryBudgetError, MissingExtraError, UnsupportedModelError
+from localrt.common.errors import MissingExtraError, UnsupportedModelError
 from localrt.engine.types import Metrics
 from tests.bench.fake_nvml import take
 
@@ -49,10 +49,6 @@ class FakeEngine:
         if self._on_gpu():
             share = 0.8 if self._launch.engine == "native" else 1.1
             take(int(share * self._settings.get("gpu_memory", 10**9)))
-        if behaviour == "reads":  # past the cache
-            with open(self._launch.path, "rb") as file:  # noqa: PTH123
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                file.read()
         self._calls += 1
         # Plain weights are twice as fast here; and the runs get slower, so that medians matter.
         speed = SPEED[self._launch.engine] * (1 if self._settings.get("repack") else 2)
@@ -84,8 +80,6 @@ class FakeEngine:
 def load(launch: Launch) -> FakeEngine:
     if launch.path.endswith("missing") and launch.engine != "native":
         raise MissingExtraError(f"{launch.engine} is not installed")
-    if (launch.settings or {}).get("ram") == 1000:
-        raise MemoryBudgetError("1 kB holds no model")
     if launch.path.endswith("unsupported"):
         raise UnsupportedModelError("this model is a teapot")
     return FakeEngine(launch)

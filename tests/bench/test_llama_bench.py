@@ -4,24 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import gguf
-import numpy as np
 import pytest
 
 from localrt.bench import gpu, llama_bench
 from localrt.bench.llama_bench import LlamaBench, PeerFailedError
-from localrt.bench.process import ChildProcess
-from localrt.bench.report import to_table
-from localrt.bench.runner import run_bench
-from localrt.bench.workload import BenchOptions, Outcome, Workload
-from localrt.engine.llamacpp.gpus import layer_nbytes
-from localrt.offload.hardware import probe
+from localrt.bench.workload import BenchOptions, Workload
 from tests.bench.fake_nvml import FOLDER, FakeNvml
-from tests.bench.test_runner import FAKE, ROOT
+from tests.bench.test_runner import ROOT
 from tests.conftest import needs_scripts
 
 MB = 10**6
@@ -137,25 +129,6 @@ def test_best_setting_within_memory(
     assert lines[-1] == f"peer ({found}): measuring"
 
 
-def test_bytes_of_experts(tmp_path: Path) -> None:
-    path = tmp_path / "mixture.gguf"
-    writer = gguf.GGUFWriter(path, "qwen3moe")
-    writer.add_block_count(2)
-    writer.add_embedding_length(32)
-    for name, rows in {
-        **{"token_embd": 64, "output": 64, "blk.0.ffn_up": 32, "blk.1.ffn_gate_inp": 4},
-        **{f"blk.1.ffn_{part}_exps": 96 for part in ("gate", "up", "down")},
-    }.items():
-        writer.add_tensor(f"{name}.weight", np.zeros((rows, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    layers, experts, _ = layer_nbytes(path, 0)
-    assert layers == [4096, 512 + 3 * 12288, 8192]
-    assert experts == [0, 3 * 12288, 0]
-
-
 @needs_scripts
 @pytest.mark.parametrize(
     ("text", "line"),
@@ -178,38 +151,3 @@ def test_bad_programs(
         with pytest.raises(PeerFailedError) as failed:
             LlamaBench("llama-bench", path, options, True, lambda line: None).measure()
         assert str(failed.value) == line
-
-
-@needs_scripts
-def test_fastest_of_those_that_fit(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Flash attention is left out where that is faster."""
-    monkeypatch.setattr(llama_bench, "layer_nbytes", lambda *_: DENSE)
-    path = _program(tmp_path)
-    path.write_text(path.read_text("utf-8").replace('+ value("-fa")', '- value("-fa")'))
-    options = BenchOptions(path=model, engines=(), workload=WORK, device="cuda")
-    peer = LlamaBench("p", path, options, True, lambda line: None)
-    assert peer.measure()[0] == "-ngl 9 -fa 0"
-
-
-@pytest.mark.slow
-@needs_scripts
-def test_beside_our_engine(tmp_path: Path, model: Path) -> None:
-    """A ratio to it where both compute on one device; without it, what others measured is kept."""
-
-    def measured(program: Path) -> Outcome:
-        options = replace(work, peers={"llama-bench": program})
-        return run_bench(options, notify=lambda _: None, start=lambda _: ChildProcess(FAKE))
-
-    work = BenchOptions(path=model, engines=("native",), workload=WORK, device="cpu")
-    native, peer = measured(_program(tmp_path, gpu="")).results
-    assert (native.engine, peer.engine) == ("native", "llama-bench")
-    assert peer.setting == "-ngl 0 -dev none -fa 1"
-    assert peer.info["device"] == "cpu"
-    text = to_table(Outcome([native, peer], [], False), work, name="m", machine=probe())
-    assert "x " in next(line for line in text.splitlines() if line.startswith("native"))
-    outcome = measured(tmp_path / "no-program")
-    assert [result.engine for result in outcome.results] == ["native"]
-    (skipped,) = outcome.skipped
-    assert "cannot be started" in skipped.reason

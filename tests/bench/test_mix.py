@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from localrt.bench.mix import runner
 from localrt.bench.mix.mix import (
     SHIPPED,
     App,
@@ -37,8 +36,6 @@ from localrt.offload import hardware
 from tests.conftest import needs_scripts
 from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, whole
 from tests.waits import wait_for
-
-ROOT = Path(__file__).parents[2]
 
 # -- the file --------------------------------------------------------------------------------------
 
@@ -267,25 +264,6 @@ def test_a_whole_mix() -> None:
     lines = to_table(report)
     for words in ("of the requests met their goals", "frames of film", "not measured"):
         assert words in lines
-
-
-def test_what_is_under_way_at_the_end() -> None:
-    def hang(asked: Asked, connection: socket.socket) -> bytes | None:
-        if asked.body and "messages" in asked.body and asked.body["max_tokens"] > 2:
-            connection.recv(1)  # until the client goes away
-            return None
-        return answer(asked, connection)
-
-    mix = replace(MIX, seconds=1, apps=(CHAT,))
-    with fake(hang) as server:
-        endpoint = RunningServer(server.url, None)
-        endpoint.check(MIX)
-        run = runner.MixRun([])
-        with endpoint.serve(mix) as running:
-            runner.play(mix, running, run, "", drain_s=0.1)
-    (one,) = run.events
-    assert one.reply.error == "not finished 0.1 s after the end"
-    assert one.met is False
 
 
 def _send(reply: Any, **more: Any) -> TimedReply:

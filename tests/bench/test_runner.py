@@ -5,7 +5,6 @@ how each can fail, and the page that shows them.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from typing import Any
 import psutil
 import pytest
 
-from localrt import system
 from localrt.bench import gpu
 from localrt.bench.page import to_html
 from localrt.bench.process import ChildProcess
@@ -157,20 +155,6 @@ def test_native_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(system.disk_bytes_read() is None, reason="needs Linux's account of reads")
-def test_bytes_read_while_decoding(tmp_path: Path) -> None:
-    options = _options(tmp_path, "reads")
-    options.path.write_bytes(os.urandom(4 << 20))
-    with options.path.open("rb") as file:
-        os.fsync(file.fileno())
-    (result,) = _run(options).results
-    read = result.metrics["read_bytes_per_token"]
-    if read == 0:
-        pytest.skip("this file system has no disk behind it")
-    assert (4 << 20) / 4 <= read < (5 << 20) / 4  # four tokens after the first
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="sends POSIX signals")
 def test_child_ends_with_parent() -> None:
     code = f"""
@@ -254,16 +238,6 @@ def test_answers_that_share_passes(tmp_path: Path) -> None:
     report = to_json(outcome, options)
     assert report["varied"] == "batch"
     assert not any(each["best"] for each in report["results"])
-
-
-@pytest.mark.slow
-def test_points_that_cannot_run(tmp_path: Path) -> None:
-    options = _options(tmp_path)
-    outcome = _swept(options, "ram=1kB,2GB", [])
-    failed = [(each.setting, each.reason) for each in outcome.skipped]
-    assert failed == [("1kB", "1 kB holds no model")]
-    assert [each.setting for each in outcome.results] == ["2GB"]
-    assert "1kB  1 kB holds no model" in _table(outcome, options)
 
 
 def test_gpu_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
