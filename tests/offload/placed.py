@@ -41,12 +41,12 @@ def pack_tiny(name: str, folder: Path) -> Path:
         return pack_store(source, folder / "store", tiler=tile_tensor)
 
 
-def wide_mixture(folder: Path, used: int, *, count: int = 32) -> Model:
-    """A mixture of ``count`` experts, ``used`` of which see a token, in a store."""
+def wide_mixture(folder: Path, used: int) -> Model:
+    """A mixture of 32 experts, ``used`` of which see a token, in a store."""
     from transformers import Qwen3MoeConfig
 
     def wide() -> Qwen3MoeConfig:
-        sizes = {"num_experts": count, "num_experts_per_tok": used, "moe_intermediate_size": 32}
+        sizes = {"num_experts": 32, "num_experts_per_tok": used, "moe_intermediate_size": 32}
         return Qwen3MoeConfig(**tiny.SIZES, **sizes, head_dim=32, norm_topk_prob=True)
 
     with pytest.MonkeyPatch.context() as patch:

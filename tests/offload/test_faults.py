@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import shutil
 import threading
@@ -12,26 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
 from localrt.common.errors import CancelledError, CheckpointError
 from localrt.common.files import PAGE
 from localrt.models.decoder import Decoder
-from localrt.offload.reading.files import ReadMode, StoreFiles
+from localrt.offload.reading.files import StoreFiles
 from localrt.offload.reading.reader import POLL_S
 from localrt.quant.ops.kv import KVCache
 from localrt.quant.ops.protocol import Batch
 from tests.offload.placed import (
-    MODE,
-    PLENTY,
     Model,
     extend,
     needs_kernels,
-    open_decoder,
     pack_synthetic,
     passing,
-    place,
     tokens,
 )
 from tests.waits import naps, open_files, wait_for
@@ -163,26 +157,6 @@ def test_damage_in_a_streamed_unit(model: Model, name: str) -> None:
         extend(decoder, decoder.cache(50), TEXT)
 
 
-def test_failed_reads_are_tried_again(model: Model) -> None:
-    files, right = bad_files(model), expected(model)
-    with model.placed(passing(model.store), files=files) as decoder:
-        cache, reader = decoder.cache(100), decoder.weights.cpu.reader
-        assert reader is not None
-
-        def fail(name: str, _offset: int, _count: int) -> None:
-            raise CheckpointError(f"{name} cannot be read: Input/output error")
-
-        files.fault = fail
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            run_out(decoder, cache)
-        # What was read for the pass that failed is dropped; the next one is read ahead.
-        wait_for(lambda: not reader._draining)
-        wait_for(lambda: decoder.weights.cpu.failed)
-        files.fault = None
-        cache.trim(0)
-        assert np.array_equal(extend(decoder, cache, TEXT), right)
-
-
 @pytest.mark.parametrize("error", [CancelledError("cancelled"), CheckpointError("cannot be read")])
 def test_loading_ends_early(model: Model, error: Exception) -> None:
     before = threads_and_files()
@@ -249,30 +223,3 @@ def test_cancel_while_stalled(model: Model, what: str) -> None:
         assert 0 < max(found) <= POLL_S <= 0.05  # at once, but for what a busy machine adds
         timer.join()
         awake.set()
-
-
-def test_unclosed_decoder_is_freed(model: Model) -> None:
-    before = threads_and_files()
-    placement = place(model.store, passing(model.store))
-    decoder = open_decoder(
-        model.store, model.ops, model.config, placement, mode=MODE, budget=PLENTY
-    )
-    extend(decoder, decoder.cache(20), TEXT)
-    del decoder
-    gc.collect()
-    settled(before)
-
-
-def test_load_again_and_again(model: Model) -> None:
-    def once(direct: bool = False) -> None:
-        mode = ReadMode(direct=direct, threads=2, block=4 * PAGE)
-        with model.placed(["layers.0.mlp", "head.0", "embedding"], mode=mode) as decoder:
-            extend(decoder, decoder.cache(50), TEXT)
-
-    for _ in range(5):
-        once()
-    before, rss = threads_and_files(), psutil.Process().memory_info().rss
-    for turn in range(40):
-        once(direct=bool(turn % 2))
-    settled(before)
-    assert psutil.Process().memory_info().rss - rss < 4 << 20

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from localrt.common.errors import CancelledError
 from localrt.models.decoder import Decoder
 from localrt.offload.kv.cache import KvTier
 from localrt.quant.cpu.ops import NativeOps
@@ -18,7 +17,6 @@ from localrt.quant.ops.protocol import Batch, PictureRows, Span
 from tests.offload.placed import (
     Model,
     assert_same,
-    cancel_after,
     extend,
     needs_kernels,
     pack_tiny,
@@ -38,21 +36,6 @@ def model(
     folder = pack_tiny(request.param, tmp_path_factory.mktemp("recurrent"))
     with closing(Model(folder)) as opened:
         yield opened
-
-
-def test_cancelled_pass(model: Model) -> None:
-    cache, twin = model.resident.cache(64), model.resident.cache(64)
-    for part in (tokens(10), tokens(1)):
-        extend(model.resident, cache, part)
-        extend(model.resident, twin, part)
-    for calls, count in ((2, 1), (4, 1), (3, 12)):
-        with pytest.raises(CancelledError):
-            model.resident.forward(
-                Batch.extend([(cache, tokens(count, seed=calls))]), check=cancel_after(calls)
-            )
-        assert cache.length == 11
-    want = extend(model.resident, twin, tokens(3, seed=1))
-    np.testing.assert_array_equal(extend(model.resident, cache, tokens(3, seed=1)), want)
 
 
 def test_kv_on_ssd(model: Model, tmp_path: Path) -> None:

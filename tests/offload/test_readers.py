@@ -236,32 +236,6 @@ def test_close_while_a_read_hangs() -> None:
     wait_for(lambda: len(reader_threads()) == before)
 
 
-def test_late_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processor is busy with something else, the disk is not."""
-    now, go = 0.0, threading.Event()
-    here, wait = threading.current_thread(), threading.Condition.wait
-    monkeypatch.setattr(reader_module, "time", SimpleNamespace(perf_counter=lambda: now))
-    units = make_units([2, 2])
-    source = FakeSource(fault=lambda *_: (go.wait(60), None)[1])
-    with reading(source, units, threads=1, stall_s=0.2) as reader:
-
-        def late(self: threading.Condition, timeout: float | None = None) -> bool:
-            nonlocal now
-            if threading.current_thread() is not here or go.is_set():
-                return wait(self, timeout)
-            self.release()  # type: ignore[attr-defined]
-            go.set()
-            wait_for(lambda: reader.bytes_read >= units[0].nbytes)
-            now += 0.3
-            self.acquire()  # type: ignore[attr-defined]
-            return True
-
-        monkeypatch.setattr(threading.Condition, "wait", late)
-        for unit in [*units, *units]:
-            use(reader, unit)
-        assert now == 0.3
-
-
 def test_cancelled_pass_takes_nothing() -> None:
     units = make_units([2, 2])
     with reading(FakeSource(), units) as reader:
