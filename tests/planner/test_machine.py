@@ -20,7 +20,6 @@ from localrt.planning import measure
 from localrt.planning.machine import (
     GPUS,
     KernelRate,
-    MachineProfile,
     find_gpu,
     parse_gpu,
     typical_machine,
@@ -294,18 +293,6 @@ def test_busy_machine(settings: Settings, measured: Measured, store: Path) -> No
 
     assert source(busy=True) == source(busy=True) == "measured while busy"
     assert source(busy=False) == source(busy=True) == "measured"
-
-
-def test_little_room(settings: Settings, measured: Measured, store: Path) -> None:
-    def profile(room: int) -> tuple[DiskProfile, MachineProfile]:
-        return machine_profile(store, settings, room=room)
-
-    assert profile(40 << 20) == (DiskProfile.assumed(), typical_machine())
-    assert measured.since() == []
-    profile(160 << 20)
-    assert measured.since() == ["q8_0", "disk"]
-    profile(1 << 30)
-    assert measured.since() == ["q8_0"]  # with more memory
 
 
 def test_real_rates(

@@ -152,24 +152,6 @@ def test_order() -> None:
     assert set(found.machine.sources.values()) <= {"given", "typical"}
 
 
-def test_best_first() -> None:
-    """In memory with speed to spare, then the largest, then what is read."""
-    found = runs("RTX 4060, 32GB")
-    first = found.best[0].expected
-    assert first is not None
-    assert first.level == "good"
-    assert first.tok_s >= 1.25 * first.enough_tok_s
-    spare = [
-        each.expected is not None
-        and not each.expected.read
-        and each.expected.tok_s >= 1.25 * each.expected.enough_tok_s
-        for each in found.best
-        if each.level == "good"
-    ]
-    assert spare == sorted(spare, reverse=True)
-    assert not found.best[0].model.family.startswith(("laguna", "mellum", "ornith", "apertus"))
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import localrt
 from localrt.common.errors import CancelledError, StorageError
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store.pack import cached_store, store_folder
@@ -336,31 +335,3 @@ def test_the_same_contents_are_not_packed_again(
     assert said
     assert all(line.startswith("comparing ") for line in said)
     assert packed(path, stores)[1] == [], "compared once"
-
-
-@pytest.mark.usefixtures("given_rates")
-def test_answers(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Damaged, streamed, with its cache kept; then repaired: streamed and whole agree with a
-    machine that has seen the good file alone.
-    """
-    prompt = "The quick brown fox jumps over the lazy dog. " * 5
-
-    def answer(folder: Path, home: str, **options: Any) -> str:
-        monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / home))
-        monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / home / "cache"))
-        with localrt.load(folder, ctx=512, **options) as model:
-            chat = model.chat()
-            text: str = chat.send(prompt, max_tokens=8, temperature=0).text
-            chat.park()  # unless it was, as streamed weights need the memory
-        return text
-
-    monkeypatch.delenv("LOCALRT_KV_DISK", raising=False)
-    folder = Path(shutil.copytree(tiny_folder, tmp_path / "model"))
-    good = (folder / "model.safetensors").read_bytes()
-    expected = [answer(folder, "fresh", shrinkable=True), answer(folder, "fresh")]
-    change(folder, _all_rows_but_first, keep_times=False)
-    damaged = answer(folder, "home", shrinkable=True)
-    (folder / "model.safetensors").write_bytes(good)
-    found = [answer(folder, "home", shrinkable=True), answer(folder, "home")]
-    assert found == expected
-    assert damaged not in expected
