@@ -8,7 +8,6 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -173,12 +172,3 @@ def test_build_dies(
     monkeypatch.setattr(trial, "identity", lambda: ["another processor"])
     with pytest.raises(MissingExtraError, match="dies of SIGSEGV"):
         check_build(tmp_path / "cache")
-
-
-@pytest.mark.llamacpp
-@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="needs the llamacpp extra")
-def test_installed_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    check_build(tmp_path)
-    assert '"dies_of": ""' in (tmp_path / "llamacpp.json").read_text("utf-8")
-    assert capfd.readouterr() == ("", "")
-    trial.main()  # it computes, rather than ends in an error

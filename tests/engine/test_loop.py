@@ -1,5 +1,5 @@
 """The generation loop on a scripted session, and what ends an answer: limits, cancelling, stop
-strings, lines, thinking that is too long.
+strings, texts that repeat themselves without end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from localrt.engine.answer import StopMatcher
 from localrt.engine.batch.sequence import generate
 from localrt.engine.request import Request
 from localrt.engine.sampling import Sampling
-from localrt.engine.stopping import LineLimit, LineMatcher, ThinkingLimit, ThinkingState
+from localrt.engine.stopping import LineLimit, LineMatcher, Repetition, ThinkingLimit, ThinkingState
 from localrt.engine.types import Chunk
 from tests.engine.fake_session import ByteTokenizer, ScriptedSession
 
@@ -235,3 +235,30 @@ def test_drafts_end_where_tokens_are_forced(wanted: list[int], most: int) -> Non
         free = thinking.ahead(99)
         assert 1 <= free <= 99
     assert thinking.tokens <= most
+
+
+# -- texts that repeat themselves ------------------------------------------------------------------
+
+
+def ends(text: str, size: int = 5) -> bool:
+    repetition = Repetition()
+    return any(repetition.push(text[at : at + size]) for at in range(0, len(text), size))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("I do not know. " * 90, True),
+        ("A beginning. " + "\n" * 1300, True),
+        ("x" * 2000 + "end", True),
+        ("x" * 1100, False),  # a line, as of a table
+        ("".join(f"{number}. Tea\n" for number in range(400)), False),
+        ("".join(f"| {number} | {number * number} |\n" for number in range(300)), False),
+        ("".join(f"    values[{n}] = 0\n" for n in range(200)), False),
+        (("Row, row, row your boat,\n" * 3 + "Gently down the stream.\n") * 5, False),
+        ("".join(f"{'A refrain that comes again. ' * 4}\n" for _ in range(12)), True),
+    ],
+)
+def test_repetition(text: str, expected: bool) -> None:
+    assert ends(text) == expected
+    assert ends(text, size=300) == expected
