@@ -1,8 +1,11 @@
-"""The compiled products and the MLP: exact codes, small errors, the same result in any batch."""
+"""The compiled products and the MLP: exact codes, small errors, the same result in any batch. And
+the search for scales: as good as numpy's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -10,9 +13,12 @@ import pytest
 from localrt.common.errors import OptionError
 from localrt.quant.cpu.abi import find_library, layout_of
 from localrt.quant.cpu.ops import NativeOps
-from localrt.quant.formats import FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
+from localrt.quant.cpu.scales import NativeSearch
+from localrt.quant.formats import CODECS, FORMATS, GROUP_CODECS, Format, PackedTensor, unpack
+from localrt.quant.formats.ggml import GGUF_CODECS
 from localrt.quant.formats.tiled import TILE_ROWS, tile, tile_tensor, untile
 from localrt.quant.methods.rotation import block_hadamard
+from localrt.quant.methods.scales import best_scales
 from localrt.quant.ops.protocol import MlpSpec, MlpWeights
 from tests.conftest import needs_kernels
 from tests.ops.oracles import gated
@@ -248,3 +254,43 @@ def test_every_way_through_the_mlp(gate: str, up: str, down: str, hadamard: int,
     weights = build_mlp(one, gate, up, down, hadamard)
     for count in (1, 2, 3, 4, 5, 7, 13, 31):
         assert np.array_equal(one.norm_gated_mlp(x[:count], weights, spec), whole[:count])
+
+
+# -- the search for scales -------------------------------------------------------------------------
+
+
+COUNT = 300
+
+
+@pytest.mark.parametrize(
+    ("name", "important"),
+    [*((name, False) for name in CODECS), *((name, True) for name in sorted(GGUF_CODECS))],
+)
+def test_it_finds_what_numpy_finds(name: str, important: bool) -> None:
+    """By every instruction set and thread the same."""
+    codec, block = CODECS[name], CODECS[name].format.block
+    values = np.random.default_rng(7).standard_t(4, (COUNT * 256 // block, block)) * 0.02
+    groups, times = values.astype(np.float32), np.ones((), np.float32)
+    groups[3] = 0
+    given_ = None
+    if important:  # of each of 512 columns
+        given_ = np.exp(np.random.default_rng(1).normal(size=512)).astype(np.float32)
+        times = np.tile((given_ / given_.mean()).reshape(-1, block), (COUNT // 2, 1))
+    expected = best_scales(codec, groups, given_)
+    found = NativeSearch(NativeOps(threads=2))(codec, groups, given_)
+    assert found.shape == expected.shape
+    assert (found == expected).all(axis=1).mean() > 0.99
+
+    def missed(scales: np.ndarray) -> float:
+        """Squares of errors; for other formats than GGUF's |error|^2.4 over a group's size."""
+        errors = codec.decode(codec.encode(groups, scales), scales).astype(np.float64) - groups
+        if name in GGUF_CODECS:
+            return float((times * np.square(errors)).sum())
+        size = np.maximum(np.abs(groups).max(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        return float((np.abs(errors / size) ** 2.4).sum())
+
+    close = 1e-3 if name in GGUF_CODECS else 1e-4
+    assert missed(found) == pytest.approx(missed(expected), rel=close)
+    for isa, threads in product(ISAS, (1, 2)):
+        search = NativeSearch(NativeOps(threads=threads, isa=isa))
+        np.testing.assert_array_equal(search(codec, groups, given_), found)
