@@ -219,11 +219,6 @@ RIGHT = {
         system late -> [s S1] [u Q1] [a A1] [u S2] [u Q2] [a
         system between -> [s S1] [u Q1] [u S2] [a A1] [u Q2] [a
         system last -> [s S1] [u Q1] [a A1] [u Q2] [u S2] [a
-        developer -> [s S1] [u Q1] [a A1] [u Q2] [a
-        developer late -> [s S1] [u Q1] [a A1] [u S2] [u Q2] [a
-        system and developer -> [s S1+S2] [u Q1] [a A1] [u Q2] [a
-        users in a row -> [s S1] [u Q1] [u Q2] [a A1] [u Q3] [u Q4] [a
-        assistant first -> [a A1] [u Q1] [a A2] [u Q2] [a
         two calls -> [u Q1] [a <weather_now Oslo1><clock_time Oslo2>] [t R1] [t R2] [a A1] [u Q2]
             [a
         call of nothing -> [u Q1] [a <weather_now {}>] [t R1] [a A1] [u Q2] [a

@@ -40,21 +40,15 @@ WEATHER = tool(
     },
 )
 PARIS = {"city": "Paris", "days": 2}
-_PARIS = json.dumps(PARIS)
 _JSON = json.dumps({"name": "weather", "arguments": PARIS})
 _LLAMA = json.dumps({"name": "weather", "parameters": PARIS})
 _CODER = (
     "<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
     "<parameter=days>\n2\n</parameter>\n</function>"
 )
-_GLM = (
-    "weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
-    "<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
-)
 
 # The mark or the name of a template, what its model writes, and what of it is shown.
 SPELLINGS: dict[str, tuple[str, str, str]] = {
-    "hermes": ("<tool_call>", f"Let me see.\n<tool_call>\n{_JSON}\n</tool_call>", "Let me see.\n"),
     "qwen-thinking": (
         "<tool_call>",
         f"<think>I use <tool_call>.</think>\n<tool_call>\n{_JSON}\n</tool_call>\n",
@@ -67,7 +61,6 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
         "</function></tool_call>",
         "",
     ),
-    "glm": ("<tool_call>", f"<tool_call>{_GLM}</tool_call>", ""),
     "not closed": ("<tool_call>", f"<tool_call>\n{_JSON}", ""),
     "qwen, fenced": ("<tool_call>", f"```json\n{_JSON}\n```", ""),
     "qwen, fenced after words": ("<tool_call>", f"I look:\n\n```json\n{_JSON}\n```", "I look:"),
@@ -80,15 +73,6 @@ SPELLINGS: dict[str, tuple[str, str, str]] = {
     "llama, marked": ("<|python_tag|>", f"<|python_tag|>{_LLAMA}", ""),
     "llama, built in": ("<|python_tag|>", '<|python_tag|>weather.call(city="Paris", days=2)', ""),
     "llama, python": ("<|python_tag|>", '[weather(city="Paris", days=2)]', ""),
-    "mistral": ("[TOOL_CALLS]", f"[TOOL_CALLS] [{_JSON}]", ""),
-    "mistral, named": ("[TOOL_CALLS]", f"So:[TOOL_CALLS]weather[ARGS]{_PARIS}", "So:"),
-    "mistral, numbered": (
-        "[TOOL_CALLS]",
-        f"[TOOL_CALLS]weather[CALL_ID]abc123xyz[ARGS]{_PARIS}",
-        "",
-    ),
-    "phi": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]<|/tool_call|>", ""),
-    "granite": ("<|tool_call|>", f"<|tool_call|>[{_JSON}]", ""),
     "gemma": ("tool_code", '```tool_code\nprint(weather("Paris", days=2))\n```', ""),
 }
 
@@ -141,22 +125,18 @@ def test_a_fence_within_a_fenced_call() -> None:
         ("<tool_call>", '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>'),
         ("<tool_call>", '<tool_call>{"name": "weather", "argum'),
         ("<tool_call>", "a < b, <tool and <tool_"),
-        ("<tool_call>", "<tool_call>nonsense</tool_call>"),
         ("<tool_call>", "<tool_call><function=weather>\n<parameter=city>\nPar"),
         ("<tool_call>", 'So:\n```json\n{"name": "unknown", "arguments": {}}\n``` is a call.'),
-        ("<tool_call>", 'So:\n```json\n{"name": "weather", "argum'),
         ("<tool_call>", 'So:\n```json\n{"name": "x"}\n```\n\n```python\n1\n```\n'),
         ("<tool_call>", "So:\n```json\n[1]\n``` and <function=other>\n</function>."),
         ("<tool_call>", "So: <function=weather>\n<parameter=city>\nPar"),
         ("<|python_tag|>", '{"answer": 42}'),
         ("<|python_tag|>", '{"name": "unknown", "parameters": {}}'),
         ("<|python_tag|>", '{"name": "weather", '),
-        ("<|python_tag|>", "[1, 2, 3]"),
         ("<|python_tag|>", "<|python_tag|>import os\nos.remove('/')"),
         ("[TOOL_CALLS]", "[TOOL_CALLS] nonsense"),
         ("DeepSeek V3.1", "<｜tool▁calls▁begin｜>what<｜tool▁calls▁end｜>"),
         ("FireFunction, Phi", "functools[1]"),
-        ("FireFunction, Phi", "The module functools is fine."),
         ("tool_code", "```tool_code\nx = 1\n```"),
         ("tool_code", "```tool_code\nweather(__import__('os'))\n```"),
     ],
@@ -165,16 +145,6 @@ def test_what_is_malformed_stays_text(template: str, text: str) -> None:
     shown, calls = read(TextParser(syntax_of(template), [WEATHER]), iter(text))
     assert calls == []
     assert shown == text
-
-
-_PARTS = (*'<>|[]{}":,tol_caTHfuns`\n ', "```json", '{"name":"', "<function=", "weather")
-
-
-@given(text=st.lists(st.sampled_from(_PARTS)).map("".join), cuts=st.lists(st.integers(0)))
-def test_any_text_survives(text: str, cuts: list[int]) -> None:
-    for template in ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "tool_code"):
-        shown, calls = read(TextParser(syntax_of(template), [WEATHER]), pieces(text, cuts))
-        assert calls or shown == text
 
 
 @pytest.mark.parametrize(
