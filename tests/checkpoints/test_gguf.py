@@ -286,19 +286,6 @@ def test_tensors(every_type):
         assert file.tensors[theirs.name].info.nbytes == theirs.n_bytes
 
 
-def test_row_ranges(every_type):
-    file = GgufFile(every_type)
-    for tensor in file.tensors.values():
-        whole = tensor.read()
-        blocks = list(tensor.blocks(max_bytes=2 * whole.data.shape[1]))
-        assert np.array_equal(np.concatenate([block.data for block in blocks]), whole.data)
-        assert all(len(block.data) <= 2 for block in blocks)
-        assert np.array_equal(tensor.read(1).data, whole.data[1:])
-    part = file.tensors["experts.weight"].read(1, 3)
-    assert part.shape == (2, 4, 32)
-    assert part.data.shape == (2, 4 * 34)
-
-
 def test_metadata_of_every_type(tmp_path):
     metadata = {
         "a.int": 7,

@@ -20,7 +20,6 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store.pack import cached_store, store_folder
 from localrt.quant.formats.tiled import tile_tensor
 from localrt.quantize.quantize import Recipe, quantize_model
-from tests.models.make_gguf import write_tiny_gguf
 from tests.models.tiny import save_tiny
 from tests.store.synthetic import SyntheticCheckpoint
 from tests.store.test_writer import contents, fail_at
@@ -174,8 +173,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def change(folder: Path, edit: Callable[[Weights], None], *, keep_times: bool = True) -> None:
-    """Write other weights of the same size into the folder, by default with the old times."""
+def change(folder: Path, edit: Callable[[Weights], None]) -> None:
+    """Write other weights of the same size and times into the folder."""
     file = folder / "model.safetensors"
     before, size = file.stat(), file.stat().st_size
     weights = {name: value.copy() for name, value in load_file(file).items()}
@@ -185,27 +184,12 @@ def change(folder: Path, edit: Callable[[Weights], None], *, keep_times: bool = 
     file.write_bytes(aside.read_bytes())
     aside.unlink()
     assert file.stat().st_size == size
-    if keep_times:
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-class Model:
-    """A folder, or the GGUF file of one; ``change`` changes it in place."""
-
-    def __init__(self, base: Path, place: Path, kind: str) -> None:
-        self._folder = Path(shutil.copytree(base, place / "published"))
-        self.path = place / "m.gguf" if kind == "gguf" else self._folder
-        if kind == "gguf":
-            write_tiny_gguf(self._folder, self.path, KIND)
-
-    def change(self, edit: Callable[[Weights], None]) -> None:
-        change(self._folder, edit)
-        if self.path != self._folder:
-            before = self.path.stat()
-            aside = write_tiny_gguf(self._folder, self.path.with_suffix(".aside"), KIND)
-            self.path.write_bytes(aside.read_bytes())
-            assert self.path.stat().st_size == before.st_size
-            os.utime(self.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+@pytest.fixture
+def model(base: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(base, tmp_path / "published"))
 
 
 def packed(path: Path, stores: Path, **options: Any) -> tuple[dict[str, bytes], list[str]]:
@@ -224,68 +208,64 @@ def packed(path: Path, stores: Path, **options: Any) -> tuple[dict[str, bytes], 
             return contents(store.path), said
 
 
-@pytest.mark.parametrize(
-    ("kind", "edit"),
-    # The same code compares a file and a folder: of a file, one change is enough.
-    [*(("folder", edit) for edit in CHANGES), ("gguf", "a bad block")],
-)
-def test_packed_copy(base: Path, tmp_path: Path, kind: str, edit: str) -> None:
-    model, stores = Model(base, tmp_path, kind), tmp_path / "data" / "stores"
-    old, said = packed(model.path, stores)
+@pytest.mark.parametrize("edit", CHANGES)
+def test_packed_copy(model: Path, tmp_path: Path, edit: str) -> None:
+    stores = tmp_path / "data" / "stores"
+    old, said = packed(model, stores)
     assert said[0] == "announced"
-    assert packed(model.path, stores) == (old, [])
-    model.change(CHANGES[edit])
-    new, said = packed(model.path, stores)
+    assert packed(model, stores) == (old, [])
+    change(model, CHANGES[edit])
+    new, said = packed(model, stores)
     assert "announced" in said
     assert new != old
-    assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
-    assert packed(model.path, stores) == (new, [])
+    assert new == packed(model, tmp_path / "fresh" / "stores")[0]
+    assert packed(model, stores) == (new, [])
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1, "the old copy is gone"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="refuses a lock of POSIX")
 def test_a_file_system_without_locks(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is packed there is used."""
-    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
-    old, _ = packed(model.path, stores)
+    stores = tmp_path / "data" / "stores"
+    old, _ = packed(model, stores)
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
-    assert packed(model.path, stores) == (old, [])
+    assert packed(model, stores) == (old, [])
 
 
-def test_resumed_packing(base: Path, tmp_path: Path) -> None:
-    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
+def test_resumed_packing(model: Path, tmp_path: Path) -> None:
+    stores = tmp_path / "data" / "stores"
 
-    with closing(open_checkpoint(model.path)) as source:
+    with closing(open_checkpoint(model)) as source:
         stop = _Stop(after="layer-0000.safetensors")
         with pytest.raises(CancelledError):
             cached_store(source, stores, tiler=tile_tensor, progress=stop, cancel=stop.cancel)
-    model.change(_bad_block)
-    new, _ = packed(model.path, stores)
-    assert new == packed(model.path, tmp_path / "fresh" / "stores")[0]
+    change(model, _bad_block)
+    new, _ = packed(model, stores)
+    assert new == packed(model, tmp_path / "fresh" / "stores")[0]
     assert len([path for path in stores.iterdir() if path.is_dir()]) == 1
 
 
-def test_quantizing_that_goes_on(base: Path, tmp_path: Path) -> None:
-    model, said = Model(base, tmp_path, "folder"), list[str]()
+def test_quantizing_that_goes_on(model: Path, tmp_path: Path) -> None:
+    said = list[str]()
     recipe, out = Recipe("int8-g32", method="rtn"), tmp_path / "out"
     stop = _Stop(after="layer-0000.safetensors")
     with pytest.raises(CancelledError):
         quantize_model(
-            model.path,
+            model,
             out,
             recipe,
             progress=lambda step: stop(step.done, step.total, step.detail),
             cancel=stop.cancel,
         )
-    model.change(_another_expert)
-    quantize_model(model.path, out, recipe, progress=lambda step: said.append(step.detail))
-    quantize_model(model.path, tmp_path / "fresh", recipe)
+    change(model, _another_expert)
+    quantize_model(model, out, recipe, progress=lambda step: said.append(step.detail))
+    quantize_model(model, tmp_path / "fresh", recipe)
     assert contents(out) == contents(tmp_path / "fresh")
     assert said.count("published has changed since out was begun: starting anew") == 1
 
@@ -326,11 +306,11 @@ def _links(path: Path) -> Path:
 
 @pytest.mark.parametrize("same", [_touch, _move, _links])
 def test_the_same_contents_are_not_packed_again(
-    base: Path, tmp_path: Path, same: Callable[[Path], Path]
+    model: Path, tmp_path: Path, same: Callable[[Path], Path]
 ) -> None:
-    model, stores = Model(base, tmp_path, "folder"), tmp_path / "data" / "stores"
-    packed(model.path, stores)
-    path = same(model.path)
+    stores = tmp_path / "data" / "stores"
+    packed(model, stores)
+    path = same(model)
     _, said = packed(path, stores)
     assert said
     assert all(line.startswith("comparing ") for line in said)
