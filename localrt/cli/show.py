@@ -24,7 +24,7 @@ from localrt.drafts.discovery import DraftOffer, head_to_pull, own_draft
 from localrt.engine.sampling import sampling_defaults
 from localrt.hub import HubRef, LocalModel, ResolvedModel, list_models, resolve
 from localrt.hub.listing import expand_name
-from localrt.hub.names import KNOWN_MODELS, KnownModel, looks_like_path, parse_hub_ref, shown_path
+from localrt.hub.names import looks_like_path, parse_hub_ref, shown_path
 from localrt.hub.other_programs import Extras
 from localrt.hub.searching import Variant
 from localrt.library import list_variants
@@ -107,9 +107,6 @@ def run(args: argparse.Namespace) -> int:
             found = resolve(args.model, settings=settings, download=False, choose=choose)
     except ModelNotFoundError:
         name = expand_name(args.model, settings)
-        known = next((each for each in KNOWN_MODELS if each.repo == name), None)
-        if known is not None:
-            return _print(args, _known_record(known), _known_lines(known, settings.offline))
         if parse_hub_ref(name) != HubRef(name) or looks_like_path(name) or settings.offline:
             raise
         variants = list_variants(name)
@@ -171,23 +168,6 @@ def _pictures(model: ModelDescription) -> str:
 
 def _value(value: object) -> str:
     return " ".join(map(repr, value)) if isinstance(value, list | tuple) else str(value)
-
-
-def _known_record(known: KnownModel) -> dict[str, object]:
-    here = {"name": known.name, "repo": known.repo, "page": known.page, "here": False}
-    return {**here, "parameters": known.parameters, "config": dict(known.config())}
-
-
-def _known_lines(known: KnownModel, offline: bool) -> list[tuple[str, str]]:
-    pull = f"`localrt pull {known.name}` downloads {known.repo}"  # which fails offline
-    how = f"{known.repo} has it, and offline mode is on" if offline else pull
-    return [
-        ("name", known.name),
-        ("family", f"{known.config()['model_type']}, {known.parameters:g} B parameters"),
-        ("where", f"not on this machine: {how}"),
-        ("context", f"{known.config()['max_position_embeddings']} tokens"),
-        ("source", known.page),
-    ]
 
 
 def _offer_record(name: str, variants: Sequence[Variant]) -> dict[str, object]:

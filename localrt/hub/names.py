@@ -60,11 +60,6 @@ class KnownModel:
         """The name without its tag: ``"llama3.2"``."""
         return self.name.partition(":")[0]
 
-    @property
-    def page(self) -> str:
-        """The repository's page on the hub."""
-        return f"https://huggingface.co/{self.repo}"
-
     def config(self) -> Mapping[str, object]:
         """The part of the published ``config.json`` that describes the text model's shape."""
         return _configs()[self.shape]
