@@ -228,13 +228,13 @@ _PROBE: _History = [
 # -- what a prompt shows ---------------------------------------------------------------------------
 
 
-def _count_missing(messages: _History, prompt: str, tag: str = "") -> int:
-    """Count the messages whose texts or calls ``prompt`` lacks, or has out of order.
+def _shown_in(messages: _History, prompt: str, tag: str = "") -> bool:
+    """Whether ``prompt`` has the texts and calls of all ``messages``, in their order.
 
     System messages at the beginning may be anywhere, and results in the order of their calls.
     With a ``tag``, the tags that ``_tagged`` has added are looked for instead of texts.
     """
-    head, missing = rules_first(messages), 0
+    head = rules_first(messages)
     at = start = 0
     for number, message in enumerate(messages):
         own = tag.format(number)
@@ -247,9 +247,10 @@ def _count_missing(messages: _History, prompt: str, tag: str = "") -> int:
         said = ([f"{own}t" if own else text] if text else []) + names
         begin = start if message["role"] == "tool" else at
         places = [prompt.find(each, begin) for each in said]
-        missing += -1 in places
+        if -1 in places:
+            return False
         at = max([at, *(place + len(each) for place, each in zip(places, said, strict=True))])
-    return missing
+    return True
 
 
 _TAG = "_zq{}q"
@@ -290,7 +291,8 @@ class HistoryRenderer:
         tools: Sequence[Mapping[str, object]] | None = None,
         **extra: object,
     ) -> list[Segment]:
-        """``MessageTemplate.render_segments`` of a form of the history that the template can show.
+        """``MessageTemplate.render_segments`` of the first form of the history that the template
+        shows whole, else of the first that it accepts.
 
         Raises:
             TemplateError: it refuses every form; the error is that of the first.
@@ -301,22 +303,20 @@ class HistoryRenderer:
             history = [{**m, "role": renamed.get(m["role"], m["role"])} for m in history]
         options = {"control_tokens": control_tokens and list(control_tokens), "tools": tools}
         refused: TemplateError | None = None
-        best: tuple[int, list[Segment]] | None = None
+        first: list[Segment] | None = None
         for form in self._forms(history):
             try:
                 segments = self._segments(form, **options, **extra)
             except TemplateError as error:
                 refused = refused or error
                 continue
-            missing = self._missing(form, segments, **options, **extra)
-            if not missing:
+            if self._shows(form, segments, **options, **extra):
                 return segments
-            if best is None or missing < best[0]:
-                best = missing, segments
-        if best is None:
+            first = first or segments
+        if first is None:
             assert refused is not None, "there is one form at least"
             raise refused
-        return best[1]
+        return first
 
     def _forms(self, history: _History) -> Iterator[_History]:
         """Yield ``history``, then its rewritten forms."""
@@ -340,21 +340,20 @@ class HistoryRenderer:
                 segments = self._segments(history, control_tokens=(), tools=TOOLS)
             except TemplateError:
                 continue
-            if not self._missing(history, segments, control_tokens=(), tools=TOOLS):
+            if self._shows(history, segments, control_tokens=(), tools=TOOLS):
                 return form
         return UNCHANGED
 
-    def _missing(self, history: _History, segments: list[Segment], **options: Any) -> int:
-        """The number of messages that the rendered ``segments`` do not show."""
-        missing = _count_missing(history, "".join([text for text, _ in segments]))
-        if not missing:
-            return 0
+    def _shows(self, history: _History, segments: list[Segment], **options: Any) -> bool:
+        """Whether the rendered ``segments`` show all messages."""
+        if _shown_in(history, "".join([text for text, _ in segments])):
+            return True
         # The template may quote texts, trim them or take words out (/no_think).
         try:
             segments = self._segments(_tagged(history), **options)
         except TemplateError:
-            return missing
-        return _count_missing(history, "".join([text for text, _ in segments]), _TAG)
+            return False
+        return _shown_in(history, "".join([text for text, _ in segments]), _TAG)
 
     def _segments(self, history: _History, **options: Any) -> list[Segment]:
         """Render one history, with arguments in the form that the template accepts."""
