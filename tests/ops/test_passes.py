@@ -11,14 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from localrt.common.errors import CancelledError
+from localrt.common.errors import CancelledError, CheckpointError
 from localrt.models.decoder import Decoder
+from localrt.models.layers.moe import SparseMlp
 from localrt.quant.cpu import ops as native_ops
 from localrt.quant.cpu.ops import NativeOps
 from localrt.quant.cpu.replay import ReplayedForward
+from localrt.quant.methods.quantize import quantize, quantized_format
 from localrt.quant.ops import states
 from localrt.quant.ops.arrays import AFTER_LAST, Features
 from localrt.quant.ops.hybrid_cache import states_of
+from localrt.quant.ops.kv_formats import KV_FORMATS
 from localrt.quant.ops.protocol import Batch, Span
 from tests.conftest import needs_kernels
 from tests.models.tiny import CONFIGS, load_ours, relative_error, tokens
@@ -167,6 +170,49 @@ def test_kept_states(name: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> 
             assert (mine.position, mine.length) == (other.position, other.length)
             np.testing.assert_array_equal(mine.data, other.data)
     assert forward.calls == 3
+
+
+class PackedOps(NativeOps):
+    """Keeps a float model's matrices in four bits."""
+
+    def weight(self, shape: tuple[int, int], blocks: Any) -> Any:
+        rows = [np.asarray(block.data).view(np.float32).reshape(-1, shape[1]) for block in blocks]
+        format_ = quantized_format("int4-g32m")
+        return super().weight(shape, [quantize(each, format_).tensor for each in rows])
+
+
+@pytest.mark.parametrize("name", ["gemma2", "qwen3-moe"])  # sizes in whole groups of columns
+def test_threads_meet_three_times_a_layer(name: str, tiny: Tiny) -> None:
+    """At most, in decode steps of packed weights, which have the bits of plain passes."""
+    for threads, kv_format in enumerate(KV_FORMATS, 1):
+        ops = PackedOps(threads=threads, kv_format=kv_format)
+        decoder = load_ours(tiny(name)[0], ops, context=300)
+        replayed, forward = replaying(decoder)
+        caches = [decoder.cache(300) for _ in range(2)]
+        decoder.forward(Batch.extend([(cache, tokens(270, seed=2)) for cache in caches]))
+        for token in tokens(6, seed=1):
+            plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+            expected = decoder.forward(plain)
+            before = ops.meetings()
+            np.testing.assert_array_equal(replayed(own), expected)
+            assert ops.meetings() - before <= 3 * decoder.config.layers + 1
+        assert forward.calls == 3
+
+
+def test_a_router_of_nan(tiny: Tiny) -> None:
+    decoder = load(tiny("qwen3-moe")[0])
+    replayed, _ = replaying(decoder)
+    caches = [decoder.cache(CAPACITY) for _ in range(2)]
+    layers = (getattr(part, "layer", None) for part in decoder.weights.body)
+    norm: Any = [layer for layer in layers if isinstance(layer, SparseMlp)][1].router.norm
+    kept = norm.values.copy()
+    for token in (7, 8):
+        plain, own = (Batch.extend([(cache, [token])]) for cache in caches)
+        norm.values[3] = np.nan
+        with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp: .*not numbers"):
+            replayed(own)
+        norm.values[:] = kept
+        np.testing.assert_array_equal(replayed(own), decoder.forward(plain))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3.5-moe"])
