@@ -516,25 +516,26 @@ class ChatSession:
         Raises:
             StorageError: the file cannot be read, or is not a saved chat.
         """
-        _, messages, options = read_saved(user_path(path))
+        source = user_path(path)
+        try:
+            record = parse_json(read_text(source))
+        except OptionError as error:
+            raise StorageError(error.marked) from error
+        except ValueError as error:
+            raise StorageError(f"{source} is not a saved chat: it is not JSON") from error
+        _, messages, options = check_saved(record, source)
         host.check(options)
         chat = cls(host, **options)
         chat.messages = messages
         return chat
 
 
-def read_saved(source: Path) -> tuple[str, list[Message], dict[str, Any]]:
-    """Read the model's name, messages and options of a file by ``ChatSession.save``.
+def check_saved(record: object, source: Path) -> tuple[str, list[Message], dict[str, Any]]:
+    """Return the model's name, messages and options of what ``ChatSession.save`` wrote.
 
     Raises:
-        StorageError: the file cannot be read, or is not a saved chat.
+        StorageError: the file ``source`` is not a saved chat.
     """
-    try:
-        record = parse_json(read_text(source))
-    except OptionError as error:
-        raise StorageError(error.marked) from error
-    except ValueError as error:
-        raise StorageError(f"{source} is not a saved chat: it is not JSON") from error
     if not isinstance(record, dict) or record.get("version") != _VERSION:
         raise StorageError(f"{source} is not a saved chat of version {_VERSION}")
     messages, options = record.get("messages"), record.get("options")

@@ -155,9 +155,9 @@ def _items(document: Any) -> list[_Json]:
 
 def _own(path: Path, record: _Json) -> _Json:
     """A chat that we saved or exported, whose messages and options must be right."""
-    from localrt.chat import read_saved  # brings models
+    from localrt.chat import check_saved  # brings models
 
-    model, messages, options = read_saved(path)
+    model, messages, options = check_saved(record, path)
     check_options(options)
     return {**record, "model": model, "messages": messages, "options": options}
 

@@ -676,8 +676,9 @@ class ChatScreen(Screen[None]):
         more = "" if file.pictures else "; Tab after its label inserts its text"
         self.hint.flash(f"{file.name} is attached{more}")
 
-    def action_load(self, path: str) -> None:
-        self.open_conversation(lambda: self.state.load(path))
+    async def action_load(self, path: str) -> None:
+        found = await asyncio.to_thread(self.state.read_file, path)
+        self.open_conversation(lambda: self.state.open_loaded(path, found))
 
     def action_saved(self) -> None:
         """Ctrl+S: say that conversations are saved automatically."""

@@ -31,7 +31,14 @@ from localrt.tui.conversation.open_conversation import OpenConversation
 from localrt.tui.text import human_count, short_name
 
 if TYPE_CHECKING:
-    from localrt import ChatModel, ChatSession, Conversation, ConversationInfo, PlannedContext
+    from localrt import (
+        ChatModel,
+        ChatSession,
+        Conversation,
+        ConversationInfo,
+        LoadedFile,
+        PlannedContext,
+    )
     from localrt.common.progress import ProgressCallback
 
 _NONE = ("none", "default")
@@ -400,11 +407,16 @@ class ChatState:
 
     def load(self, path: str | Path) -> str:
         """Keep the conversations of a file and open the newest; returns the line to show."""
+        return self.open_loaded(path, self.read_file(path))
+
+    def read_file(self, path: str | Path) -> LoadedFile:
+        """Keep the conversations of a file; takes a while if it is large."""
         if not path:
             raise OptionError("/load needs the path of a file with conversations")
-        found = self.history.load_file(path)
-        if not found.conversations:
-            raise StorageError("; ".join(found.left_out) or f"no conversation is in {path}")
+        return self.history.load_file(path)
+
+    def open_loaded(self, path: str | Path, found: LoadedFile) -> str:
+        """Open the newest conversation of a file that was read; returns the line to show."""
         newest = max(reversed(found.conversations), key=lambda each: each.updated)
         system = self.system or newest.system or self.defaults.system
         newest.set(system=system, options={**newest.options, **self.options})

@@ -17,17 +17,18 @@ function chooseDefault() {
   if (chat.models.some((one) => one.id === name && one.chat)) choose(name);
 }
 
-let several = false; // whether models can be loaded and unloaded
+let several = null; // whether models can be loaded and unloaded; null: not asked yet
 
 async function openModels() {
   $("models").showModal();
   $("models-said").textContent = "";
   await drawModels();
-  const found = await api("v1/recommended");
+  if (several !== null) return;
+  const found = await api("v1/recommended"); // a second's work
   several = found.several;
   $("downloading").hidden = !several;
   $("recommended").replaceChildren(...found.data.map((value) => h("option", { value })));
-  await drawModels();
+  if (several) await drawModels();
 }
 
 async function drawModels() {
