@@ -45,8 +45,8 @@ async def main(
     """Load, ask, and tell how often the clock ticked meanwhile."""
     clock = asyncio.create_task(tick(period_s))
     await asyncio.sleep(0)
-    loading = localrt.load_in_background(model, ctx=1024)
-    with await loading.aresult() as loaded, loaded.live() as live:
+    loaded = await asyncio.to_thread(localrt.load, model, ctx=1024)
+    with loaded, loaded.live() as live:
         texts = await asyncio.gather(
             *(answer(live, number, text, tokens) for number, text in enumerate(QUESTIONS, 1))
         )

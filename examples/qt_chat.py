@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from PySide6.QtCore import QObject, Qt, Signal
 from PySide6.QtGui import QCloseEvent, QTextCursor
@@ -69,18 +70,17 @@ class ChatWindow(QWidget):
         self.line.returnPressed.connect(self.send)
         self.button.clicked.connect(self.send_or_stop)
 
-        self.loading = localrt.load_in_background(model, **options)
-        self.loading.add_callback(self._loading_changed)
+        self.cancel = threading.Event()
+        self.loading = ThreadPoolExecutor(1).submit(
+            localrt.load, model, progress=self._show_step, cancel=self.cancel, **options
+        )
+        self.loading.add_done_callback(lambda _: self.signals.loaded.emit())
 
     # -- in other threads: nothing here touches a widget -----------------------------------------
 
-    def _loading_changed(self, loading: localrt.Loading) -> None:
-        if loading.done:
-            self.signals.loaded.emit()
-        elif loading.progress is not None:
-            step = loading.progress
-            percent = 100 * step.done // step.total if step.total else -1
-            self.signals.loading.emit(percent, step.stage)
+    def _show_step(self, step: localrt.Progress) -> None:
+        percent = 100 * step.done // step.total if step.total else -1
+        self.signals.loading.emit(percent, step.stage)
 
     def _answer(self, text: str) -> None:
         assert self.chat is not None
@@ -154,7 +154,7 @@ class ChatWindow(QWidget):
     def closeEvent(self, event: QCloseEvent) -> None:  # noqa: N802  Qt's name
         """Stop what is running and free the model."""
         if self.chat is None:
-            self.loading.cancel()
+            self.cancel.set()
         else:
             self.loading.result().unload()  # ends the answer first
         if self.thread is not None:

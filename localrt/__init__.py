@@ -7,7 +7,7 @@
 
 The names to begin with; ``help(localrt.load)`` and so on say more:
 
-- ``load``, ``load_in_background``: a model, downloaded first if need be
+- ``load``: a model, downloaded first if need be
 - ``Model``: ``stream``, ``generate``, ``chat``, ``live``, ``embed``, each for asyncio too
 - ``ChatSession``: a conversation; ``History`` keeps conversations on disk
 - ``Chunk``, ``Answer``, ``Metrics``, ``Status``: what comes back, how fast, what it takes
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from localrt.api import Model as Model
     from localrt.api import embedder as embedder
     from localrt.api import load as load
-    from localrt.background import Loading as Loading
-    from localrt.background import load_in_background as load_in_background
     from localrt.batch import Batch as Batch
     from localrt.chat import ChatModel as ChatModel
     from localrt.chat import ChatSession as ChatSession
@@ -114,7 +112,6 @@ if TYPE_CHECKING:
 _NAMES = {
     "localrt.service.status": "Flow LaneUse MemoryUse ModelInfo PassTrace Status",
     "localrt.api": "Model embedder load",
-    "localrt.background": "Loading load_in_background",
     "localrt.batch": "Batch",
     "localrt.chat": "ChatModel ChatSession",
     "localrt.engine.batch.live": "LiveAnswer",

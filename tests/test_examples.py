@@ -119,27 +119,6 @@ async def test_the_asyncio_app_answers_while_its_loop_goes_on(folder: Path) -> N
     assert ticks >= 2
 
 
-def test_the_summarizer(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("llguidance")
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    (texts / "a.txt").write_text("One two three. " * 3)
-    (texts / "b.md").write_text("x" * 5000)
-    (texts / "c.bin").write_bytes(b"\xff")
-    out = tmp_path / "out.json"
-    main = example("summarize_folder.py")["main"]
-    command = [str(texts), "--model", str(folder), "-o", str(out), "--ctx", "1024"]
-    assert main([*command, "--tokens", "750"]) == 0
-    found = json.loads(out.read_text("utf-8"))
-    assert set(found) == {"a.txt", "b.md"}
-    for summary in found.values():
-        assert set(summary) == {"title", "summary"} or "no room" in summary["error"]
-    assert any("title" in summary for summary in found.values())
-    assert "2 of 2 prompts" in capsys.readouterr().err
-    assert main([str(tmp_path), *command[1:]]) == 1
-    assert main([str(texts), "--model", str(tmp_path / "none")]) == 1
-
-
 @pytest.mark.real
 @pytest.mark.slow
 def test_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args
@@ -236,6 +236,13 @@ class PromptOptions(GenerateOptions, total=False):
     tools: Tools | None
     cancel: threading.Event | None
     on_progress: ProgressCallback | None
+
+
+class LiveOptions(PromptOptions, total=False):
+    """What ``LiveModel.generate`` takes beside a prompt: the arguments of ``LiveModel.submit``."""
+
+    client: Hashable
+    request_class: str
 
 
 class BatchOptions(GenerateOptions, total=False):

@@ -224,7 +224,7 @@ class _Work(AsyncExitStack):
         served = await self.enter_async_context(self._model_request.using())
         self._served = served
         self.callback(self._end)
-        adapting: dict[str, str] = {}
+        adapting: dict[str, Any] = {}
         if served.model.adapters:
             adapting["adapter"] = self._model_request.model.adapter or "none"
         served.check_biases(call.options.get("logit_bias", ()))

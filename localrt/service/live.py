@@ -14,12 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar, Unpack
 
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
 from localrt.engine.batch.chunked_prefill import PassTurns
 from localrt.engine.batch.live import Live, LiveAnswer, LiveLimits, LiveStats
+from localrt.engine.options import LiveOptions, PromptOptions
 from localrt.engine.pool import kv_room
 from localrt.engine.protocol import EngineSession
 from localrt.engine.saved_caches import Tier
@@ -85,7 +86,7 @@ class LiveModel(Closing):
         client: Hashable = None,
         request_class: str = "interactive",
         notify: Callable[[], None] | None = None,
-        **options: Any,
+        **options: Unpack[PromptOptions],
     ) -> LiveAnswer:
         """Queue a prompt with the options of ``Model.stream``; iterate over the result.
 
@@ -104,33 +105,35 @@ class LiveModel(Closing):
         return self._live.submit(request, client=client, request_class=request_class, notify=notify)
 
     def stream(
-        self, prompt: str | Sequence[Message] | None = None, **options: Any
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
     ) -> Iterator[Chunk]:
         """Like ``Model.stream``, in a shared batch; closing the iterator cancels."""
         return _until_closed(self.submit(prompt, **options))
 
-    def generate(self, prompt: str | Sequence[Message] | None = None, **options: Any) -> Answer:
+    def generate(
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
+    ) -> Answer:
         """Like ``Model.generate``, in a shared batch."""
         return joined(self.stream(prompt, **options), options.get("json_schema"))
 
     async def asubmit(
-        self, prompt: str | Sequence[Message] | None = None, **options: Any
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
     ) -> AsyncAnswer:
         """Like ``submit``, for asyncio: a thread tokenizes the prompt, waiting needs no thread."""
         import asyncio  # imported late: it takes six megabytes
 
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        cancel = options.pop("cancel", None) or threading.Event()
+        options["cancel"] = cancel = options.get("cancel") or threading.Event()
         self._core.check({})  # an error in a forked child, which has none of the threads
 
         def notify() -> None:
             loop.call_soon_threadsafe(ready.set)
 
         def submit() -> LiveAnswer:
-            return self.submit(prompt, cancel=cancel, notify=notify, **options)
+            return self.submit(prompt, notify=notify, **options)
 
         try:
-            if _characters(prompt, *map(options.get, _READ)) > _LONG_PROMPT:
+            if _characters(prompt, *map({**options}.get, _READ)) > _LONG_PROMPT:
                 answer = await run_to_end(partial(_giving_way, submit), self._long_prompts)
             else:
                 answer = await run_to_end(submit)
@@ -140,7 +143,7 @@ class LiveModel(Closing):
             raise
 
     async def astream(
-        self, prompt: str | Sequence[Message] | None = None, **options: Any
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
     ) -> AsyncIterator[Chunk]:
         """Like ``stream``, for asyncio; leaving the loop cancels."""
         answer = await self.asubmit(prompt, **options)
@@ -151,7 +154,7 @@ class LiveModel(Closing):
             answer.cancel()
 
     async def agenerate(
-        self, prompt: str | Sequence[Message] | None = None, **options: Any
+        self, prompt: str | Sequence[Message] | None = None, **options: Unpack[LiveOptions]
     ) -> Answer:
         """Like ``generate``, for asyncio."""
         chunks = [chunk async for chunk in self.astream(prompt, **options)]

@@ -25,64 +25,6 @@ from tests.real_models import real_model
 
 ROOT = Path(__file__).parents[2]
 
-# -- in the background ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Loading in the background waits until it is set."""
-    event, load = threading.Event(), localrt.load
-
-    def held(*arguments: Any, **options: Any) -> localrt.Model:
-        event.wait(60)
-        return load(*arguments, **options)
-
-    monkeypatch.setattr("localrt.api.load", held)
-    return event
-
-
-def test_background_progress(tiny_folder: Path) -> None:
-    seen: list[tuple[str, bool]] = []
-    begin = threading.Event()
-
-    def look(loading: localrt.Loading) -> None:
-        begin.wait(10)
-        seen.append((loading.progress.stage if loading.progress else "", loading.done))
-
-    loading = localrt.load_in_background(tiny_folder)
-    loading.add_callback(look)
-    begin.set()
-    with loading.result(60) as model:
-        assert model.generate("hi", max_tokens=2, ignore_eos=True).token_ids
-        deadline = threading.Event()
-        while not (seen and seen[-1][1]):
-            deadline.wait(0.01)
-    assert seen[-1] == ("load", True)
-    assert [done for _, done in seen].count(True) == 1
-    assert loading.done
-
-
-def test_background_failure(tmp_path: Path) -> None:
-    with pytest.raises(localrt.LocalrtError, match="no such file"):
-        localrt.load_in_background(tmp_path / "none").result(60)
-    with pytest.raises(localrt.OptionError, match="progress is the handle's own"):
-        localrt.load_in_background(tmp_path, progress=print)
-
-
-def test_background_cancel(tiny_folder: Path, gate: threading.Event) -> None:
-    loading = localrt.load_in_background(tiny_folder)
-    loading.cancel()
-    gate.set()
-    with pytest.raises(localrt.CancelledError):
-        loading.result(60)
-    assert loading.cancelled
-    late = localrt.load_in_background(tiny_folder)
-    model = late.result(60)
-    late.cancel()
-    with pytest.raises(localrt.LocalrtError, match="closed"):
-        model.generate("hi")
-
-
 # -- unloading -----------------------------------------------------------------------------------
 
 
