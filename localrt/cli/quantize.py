@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 import time
 from collections.abc import Iterator
@@ -134,11 +133,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if report.vision_bytes:
         print(f"vision tower: {format_bytes(report.vision_bytes)}, as published")
-    if report.loss is not None:
-        print(
-            f"next tokens diverge from {model.name}'s by {report.loss:.3f} nats "
-            f"(perplexity about {100 * math.expm1(report.loss):+.1f} %), on other text"
-        )
+    print(f"how close it is: localrt eval {out} --text FILE --against {model.name}")
     return 0
 
 

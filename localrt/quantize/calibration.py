@@ -2,8 +2,7 @@
 
 ``HiddenStates`` carries the text through the layers: ``observe`` measures the inputs of a layer,
 ``advance`` moves the states past it. Only hidden states, one layer and its statistics are in
-memory. It knows no formats and no files; a checkpoint supplies the weights. ``divergence`` measures
-how far the answers of a quantized model are from the original's.
+memory. It knows no formats and no files; a checkpoint supplies the weights.
 
 The calibration text comes from a file, a folder of files, or Python's installation.
 
@@ -15,16 +14,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from localrt.common.errors import (
-    CancelledError,
     MissingExtraError,
     OptionError,
     TokenizerError,
@@ -34,10 +30,10 @@ from localrt.common.extras import install
 from localrt.common.files import read_text as read_file
 from localrt.common.option_names import option
 from localrt.models.config import DecoderConfig, Part
-from localrt.models.decoder import load_attention, load_norm, load_resident_mlp
+from localrt.models.decoder import load_attention, load_resident_mlp
 from localrt.models.layers.moe import ResidentExperts
 from localrt.models.layers.parts import Chain, PassState, Residual, SideBySide
-from localrt.models.tensor_source import EMBEDDING, HEAD
+from localrt.models.tensor_source import EMBEDDING
 from localrt.models.tokenizers import load_tokenizer
 from localrt.models.weights import WeightLoader
 from localrt.quant.formats.packed import Floats
@@ -51,9 +47,6 @@ Windows = Sequence[Sequence[int]]
 Layer = Sequence[Residual | SideBySide]
 _WINDOW = 512
 _MOST_TOKENS = 65_536
-_HELD_OUT = 4  # windows
-_EVERY = 4  # logits are computed at every fourth position
-_VOCAB_ROWS = 16_384  # rows of the head at a time
 
 
 def calibration_windows(
@@ -63,10 +56,8 @@ def calibration_windows(
     count: int = 32,
     seed: int = 0,
     bos: int | None = None,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut ``count`` windows of ``length`` tokens from all over a text, in order, and a few others.
-
-    If the text has no more windows, all are returned, and the others are some of the same.
+) -> list[list[int]]:
+    """Cut ``count`` windows of ``length`` tokens from all over a text, in order, or all there are.
 
     ``seed`` chooses the windows. ``bos`` replaces each window's first token.
 
@@ -80,14 +71,12 @@ def calibration_windows(
         )
     draw = random.Random(seed)
     chosen = sorted(draw.sample(starts, min(count, len(starts))))
-    others = [start for start in starts if start not in chosen] or chosen
-    others = sorted(draw.sample(others, min(_HELD_OUT, len(others))))
 
     def cut(start: int) -> list[int]:
         window = list(tokens[start : start + length])
         return window if bos is None else [bos, *window[1:]]
 
-    return [cut(start) for start in chosen], [cut(start) for start in others]
+    return [cut(start) for start in chosen]
 
 
 def calibration_ops(threads: int | None = None) -> CalibrationOps:
@@ -201,40 +190,11 @@ class HiddenStates:
                 behind.append(cast("Tensor", state.x))
         return behind
 
-    def heads(self, checkpoint: Checkpoint) -> Iterator[Callable[[Sequence[Tensor]], Floats]]:
-        """Yield functions from final hidden states to logits, each for one part of the vocabulary.
-
-        Logits: (positions, rows of the part), float32, at every fourth position of every window.
-        """
-        config, name = self._config, EMBEDDING if self._config.tied_head else HEAD
-        chosen = [np.arange(_EVERY - 1, len(batch.tokens), _EVERY) for batch in self._batches]
-        # No scope is held across a yield: two such iterators may alternate.
-        with self.ops.scope():
-            found = load_norm(config, WeightLoader(checkpoint, self.ops))
-            norm = cast("Tensor | None", found)
-        for start in range(0, config.vocab_size, _VOCAB_ROWS):
-            stop = min(config.vocab_size, start + _VOCAB_ROWS)
-            rows = [checkpoint.read(name, start, stop)]
-            with self.ops.scope():
-                weight = self.ops.weight((stop - start, config.hidden_size), rows)
-
-            def logits(hidden: Sequence[Tensor], weight: Tensor = weight) -> Floats:
-                self._check()
-                eps, cap = config.norm_eps, config.final_softcap
-                with self.ops.scope():
-                    parts = [
-                        self.ops.head(x, at, norm, eps, weight, cap)
-                        for x, at in zip(hidden, chosen, strict=True)
-                    ]
-                return np.concatenate(parts)
-
-            yield logits
-
 
 class Calibration:
-    """Passes over windows of a text: ``windows`` to calibrate on, ``others`` to measure on.
+    """Passes over ``windows`` of a text.
 
-    ``count`` of the text's ``tokens`` are used, chosen by ``seed``. ``cancel`` stops a pass.
+    ``count`` of the text's ``tokens`` are used, chosen by ``seed``.
 
     Raises:
         OptionError: too few tokens, or tokens that the model does not have.
@@ -249,7 +209,6 @@ class Calibration:
         *,
         count: int,
         seed: int,
-        cancel: threading.Event | None = None,
     ) -> None:
         self.source, self.config, self.ops = source, config, ops
         length = min(_WINDOW, config.context_length)
@@ -260,86 +219,15 @@ class Calibration:
             )
         if len(tokens) and not 0 <= min(tokens) <= max(tokens) < config.vocab_size:
             raise OptionError(f"calibration token ids must be from 0 to {config.vocab_size - 1}")
-        self.windows, self.others = calibration_windows(
+        self.windows = calibration_windows(
             tokens, length=length, count=count // length, seed=seed, bos=_bos(source)
         )
         self.digest = hashlib.sha256(np.array(self.windows, "<i8").tobytes()).hexdigest()
         self.tokens = sum(map(len, self.windows))
-        self._cancel = cancel
 
-    def states(
-        self,
-        windows: Sequence[Sequence[int]],
-        checkpoint: Checkpoint | None = None,
-        *,
-        check: Check | None = None,
-    ) -> HiddenStates:
-        """The states of ``windows`` before the first layer of ``checkpoint``, or of the source."""
-        return HiddenStates(
-            checkpoint or self.source, self.config, self.ops, windows, check=check or self._check
-        )
-
-    def _check(self) -> None:
-        if self._cancel is not None and self._cancel.is_set():
-            raise CancelledError("cancelled")
-
-
-def divergence(
-    source: Checkpoint, store: Checkpoint, one: HiddenStates, other: HiddenStates
-) -> float:
-    """Mean divergence of ``store``'s next tokens from ``source``'s, in nats per position.
-
-    ``one`` and ``other`` are the hidden states of source and store after the last layer.
-    """
-    answer = _Divergence()
-    for own, changed in zip(one.heads(source), other.heads(store), strict=True):
-        answer.add(own(one.hidden), changed(other.hidden))
-    return answer.mean
-
-
-class _Divergence:
-    """The divergence of logits b from logits a, which come in parts of the vocabulary.
-
-    Subtracting the largest logit so far keeps exponentials in range.
-    """
-
-    def __init__(self) -> None:
-        self._a, self._b = _Exponentials(), _Exponentials()
-        self._apart: npt.NDArray[np.float64] | float = 0.0  # sums of exp(a) (a - b)
-
-    def add(self, a: Floats, b: Floats) -> None:
-        """Add a part (rows, n) of both logits."""
-        weight, shrunk = self._a.add(a)
-        self._apart = self._apart * shrunk + np.einsum("rc,rc->r", weight, a - b, dtype=np.float64)
-        self._b.add(b)
-
-    @property
-    def mean(self) -> float:
-        """The mean over rows, in nats."""
-        rows = self._apart / self._a.sums - self._a.logarithm + self._b.logarithm
-        return max(0.0, float(rows.mean()))
-
-
-class _Exponentials:
-    """Each row's sum of exp(x - largest), computed part by part."""
-
-    def __init__(self) -> None:
-        self._largest: npt.NDArray[np.float64] | float = -np.inf
-        self.sums: npt.NDArray[np.float64] | float = 0.0
-
-    def add(self, x: Floats) -> tuple[Floats, npt.NDArray[np.float64]]:
-        """Return exp(x - largest), and the factor by which earlier sums shrink."""
-        largest = np.maximum(self._largest, x.max(axis=1))
-        shrunk = np.exp(self._largest - largest)
-        powers: Floats = np.exp(x - largest[:, None])
-        self.sums = self.sums * shrunk + powers.sum(axis=1, dtype=np.float64)
-        self._largest = largest
-        return powers, shrunk
-
-    @property
-    def logarithm(self) -> npt.NDArray[np.float64]:
-        """The logarithm of each row's sum of exp(x)."""
-        return self._largest + np.log(self.sums)
+    def states(self, check: Check) -> HiddenStates:
+        """The states of the windows before the first layer."""
+        return HiddenStates(self.source, self.config, self.ops, self.windows, check=check)
 
 
 def _bos(source: Checkpoint) -> int | None:

@@ -44,7 +44,7 @@ from localrt.quant.methods import (
     fitting_format,
     quantized_format,
 )
-from localrt.quantize.calibration import Calibration, calibration_ops, divergence
+from localrt.quantize.calibration import Calibration, calibration_ops
 from localrt.quantize.layer import ROUTERS, LayerQuantizer, folded_rotation
 
 _PIECE = 16 << 20
@@ -177,9 +177,8 @@ class QuantizeReport:
 
     ``bits_per_weight`` counts all matrices, ``layer_bits_per_weight`` only those of the layers.
     ``formats`` counts the layers' matrices by format. ``fallbacks`` has the format of each tensor
-    whose rows do not divide into groups of the chosen one. ``loss`` is how far next tokens diverge
-    from the source's, in nats, on text not used for calibration; None without a text.
-    ``vision_bytes`` are the vision encoder's, stored as published, not in ``nbytes``; else 0.
+    whose rows do not divide into groups of the chosen one. ``vision_bytes`` are the vision
+    encoder's, stored as published, not in ``nbytes``; else 0.
     ``blind`` is why a vision model has none here.
     """
 
@@ -194,7 +193,6 @@ class QuantizeReport:
     calibration_tokens: int
     fallbacks: Mapping[str, str]
     formats: Mapping[str, int]
-    loss: float | None
     vision_bytes: int = 0
     blind: str = ""
 
@@ -241,12 +239,12 @@ def quantize_model(
     target, method = quantized_format(recipe.format), method_of(recipe)
     search = fast_search(threads)
 
-    steps = 0  # the finished layers; the last step measures what was lost
+    steps = 0  # the finished layers
 
     def show(done: int, total: int, detail: str) -> None:
         unit = "bytes"
         if calibration is not None:
-            done, total, unit = steps, calibration.config.layers + 1, "steps"
+            done, total, unit = steps, calibration.config.layers, "steps"
         if progress is not None:
             progress(Progress("quantize", done, total, unit, detail))
 
@@ -271,7 +269,6 @@ def quantize_model(
                 recipe.calibration or (),
                 count=recipe.calibration_tokens,
                 seed=recipe.seed,
-                cancel=cancel,
             )
         formats = _formats(source.tensors, target, recipe.head_format)
         infos = stored_infos(source.tensors, formats)
@@ -308,7 +305,6 @@ def quantize_model(
             return part.rounded(name.removeprefix(f"{PREDICTION}."))
 
         files = plan_files(units, infos | own)
-        loss: float | None = None
         encoder = opened.enter_context(closing(StoredEncoder(source.path, projectors)))
         with StoreWriter(
             out,
@@ -327,9 +323,7 @@ def quantize_model(
                 steps = calibration.config.layers
             for file in writer.pending:
                 writer.write(file, rounded)
-            if calibration is not None:
-                loss = _loss(writer, calibration)
-            path = writer.finish(loss)
+            path = writer.finish()
         matrices = [info for info in infos.values() if len(info.shape) == 2]
         changed = [info for info in _of_layers(matrices) if not info.name.endswith(_KEPT)]
         return QuantizeReport(
@@ -344,7 +338,6 @@ def quantize_model(
             calibration_tokens=0 if calibration is None else calibration.tokens,
             fallbacks={info.name: info.format.name for info in changed if info.format != target},
             formats=dict(Counter(info.format.name for info in changed)),
-            loss=loss,
             vision_bytes=encoder.nbytes,
             blind=encoder.problem,
         )
@@ -378,7 +371,7 @@ def _write_calibrated_layers(
     if not pending:
         return
     step = ""
-    states = calibration.states(calibration.windows, check=lambda: writer.report(step))
+    states = calibration.states(check=lambda: writer.report(step))
     for layer, file in enumerate(files):
         if file in pending:
             step = f"layer {layer}: measuring inputs"
@@ -390,21 +383,6 @@ def _write_calibrated_layers(
         with closing(writer.reader(file)) as finished:
             states.advance(finished, layer)
         finish_step()
-
-
-def _loss(writer: StoreWriter, calibration: Calibration) -> float:
-    """Measure how far the store's answers diverge from the source's, in nats per token."""
-    step = "measuring what was lost"
-    with closing(writer.reader()) as store:
-        checkpoints = (calibration.source, store)
-        own, changed = (
-            calibration.states(calibration.others, each, check=lambda: writer.report(step))
-            for each in checkpoints
-        )
-        for layer in range(calibration.config.layers):
-            own.advance(calibration.source, layer)
-            changed.advance(store, layer)
-        return round(divergence(calibration.source, store, own, changed), 6)
 
 
 def method_of(recipe: Recipe) -> str:

@@ -269,8 +269,8 @@ class StoreWriter(Closing):
             self.folder, manifest=replace(self._manifest, units=units), verify=False
         )
 
-    def finish(self, loss: float | None = None) -> Path:
-        """Give the store its final name; ``loss`` is the measured loss of its quantization.
+    def finish(self) -> Path:
+        """Give the store its final name.
 
         Raises:
             StorageError: the disk fails.
@@ -279,10 +279,7 @@ class StoreWriter(Closing):
         with _storage_errors(self.folder):
             order = {file.name: number for number, file in enumerate(self._files)}
             units = sorted(self._manifest.units, key=lambda unit: order[unit.file])
-            quantization = self._manifest.quantization
-            if quantization is not None:
-                quantization = replace(quantization, loss=loss)
-            self._manifest = replace(self._manifest, units=tuple(units), quantization=quantization)
+            self._manifest = replace(self._manifest, units=tuple(units))
             if (source := self._manifest.source).path is None:  # no copy that follows its source
                 self._manifest = replace(self._manifest, source=replace(source, stamp=None))
             self._manifest = replace(self._manifest, texts=self._texts)

@@ -90,8 +90,8 @@ def test_mix_of_formats(tmp_path: Path) -> None:
     source = SyntheticCheckpoint(tmp_path, hidden=256, inner=256, formats=chosen)
     assert {info.format.name for info in source.tensors.values()} > set(formats)
     folder = pack_store(source, tmp_path / "store", tiler=tile_tensor)
-    quantized = {"format": "3.5 bits", "head_format": None, "method": "gptq", "loss": 0.1}
-    edit_manifest(folder, quantization=quantized, crc32=None)
+    quantized = {"format": "3.5 bits", "head_format": None, "method": "gptq"}
+    edit_manifest(folder, quantization={**quantized, "loss": 0.1}, crc32=None)
     with closing(open_checkpoint(folder)) as store:
         assert isinstance(store, StoreCheckpoint)
         assert store.manifest.quantization == Quantization(**quantized)

@@ -100,10 +100,9 @@ class Origin:
 class Quantization:
     """How a quantized store's weights were chosen.
 
-    ``calibration`` is a digest of the text's tokens, ``compute`` the format of the passes over it,
-    ``loss`` the divergence of next tokens from the source's on held-out text, in nats. With
-    ``folded`` n > 0, the values of attention (rows of v and its bias) are stored rotated by blocks
-    of n, and so are the inputs of the output projection: both rotations cancel.
+    ``calibration`` is a digest of the text's tokens, ``compute`` the format of the passes over it.
+    With ``folded`` n > 0, the values of attention (rows of v and its bias) are stored rotated by
+    blocks of n, and so are the inputs of the output projection: both rotations cancel.
     """
 
     format: str
@@ -114,7 +113,6 @@ class Quantization:
     calibration_tokens: int = 0
     compute: str | None = None
     folded: int = 0
-    loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,9 +139,8 @@ class Manifest:
         return self._packing() == other._packing()
 
     def _packing(self) -> str:
-        quantization = self.quantization and replace(self.quantization, loss=None)
         source = replace(self.source, path=None)
-        return replace(self, units=(), texts={}, source=source, quantization=quantization).to_json()
+        return replace(self, units=(), texts={}, source=source).to_json()
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -229,10 +226,15 @@ def _manifest(fields: _Fields) -> Manifest:
         format=fields.text("format"),
         exactness=fields.choice("exactness", "exact", "approximate"),
         source=Origin(**fields.of("source", dict)),
-        quantization=None if quantization is None else Quantization(**quantization),
+        quantization=None if quantization is None else _quantization(quantization),
         units=tuple(_unit(entry) for entry in fields.objects("units")),
         texts=_texts(fields),
     )
+
+
+def _quantization(values: Mapping[str, Any]) -> Quantization:
+    # Earlier versions also wrote the divergence that they had measured.
+    return Quantization(**{name: value for name, value in values.items() if name != "loss"})
 
 
 def _texts(fields: _Fields) -> Mapping[str, str]:
