@@ -238,8 +238,10 @@ def _pool(
         for name, size in (("ram", args.ram), ("gpu_memory", args.gpu_memory))
     )
 
-    def load(name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int) -> localrt.Model:
-        own = {"shrinkable": shrinkable, "cancel": cancel, "progress": say_note}
+    def load(
+        name: str, shrinkable: bool, cancel: threading.Event, on_gpu: int, **longer: int
+    ) -> localrt.Model:
+        own = {"shrinkable": shrinkable, "cancel": cancel, "progress": say_note, **longer}
         if on_gpu and gpu_memory is not None:
             own["gpu_memory"] = max(1, gpu_memory - on_gpu)
         model = localrt.load(name, **{**given, **own})

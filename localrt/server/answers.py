@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from localrt.chat_format.thinking import parted
-from localrt.common.errors import ContextOverflowError, StorageError
+from localrt.common.errors import ContextOverflowError, LocalrtError, StorageError
 from localrt.common.formatting import printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, ToolCall
@@ -30,16 +30,19 @@ from localrt.history.messages import (
     ways_out,
 )
 from localrt.history.pictures import joined_content
+from localrt.library import plan
 from localrt.mcp import ROUNDS
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
 from localrt.server.markdown import to_html
+from localrt.server.models import OneModel
 from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
 
 if TYPE_CHECKING:  # they take a megabyte, and few servers' clients use tools of MCP servers
     from localrt.history.messages import CallTurn, Decision
     from localrt.mcp.toolbox import Toolbox
+    from localrt.planning.forecast import PlannedContext
 
 _FRAME_S = 0.05  # the least time between two events
 _PATIENCE = 10  # and how many times as long as a text takes to become HTML
@@ -260,14 +263,21 @@ class ConversationAnswer:
             self._done = True
             self._notify()
 
-    def _ways(self) -> list[tuple[str, str]]:
-        """What the user can do about a full context, by name: only a new one if nothing precedes
-        the question.
+    def _ways(self) -> list[tuple[str, str, int | None]]:
+        """What the user can do about a full context, by name: without what makes room if nothing
+        precedes the question.
         """
         turns = self.found.branch(self._writer.turn)
         alone = [turn.role for turn in turns if turn.id <= self._writer.turn].count("user") == 1
-        ways = ways_out(self.ctx, self.ctx)
-        return [(way.name, way.label) for way in ways if way.name == "new" or not alone]
+        contexts: Sequence[PlannedContext] = ()
+        if not isinstance(self.request.service.models, OneModel):
+            with suppress(LocalrtError):
+                contexts = plan(str(self.request.model.path)).contexts
+        ways = ways_out(self.ctx, self.ctx, contexts)
+        makes_room = ("oldest", "summary")
+        return [
+            (way.name, way.label, way.ctx) for way in ways if not (alone and way.name in makes_room)
+        ]
 
     def _asked_again(self, question: Turn) -> AnswerWriter:
         """Ask the question after the summary."""

@@ -87,7 +87,7 @@ SCHEMAS = (
     *(texts.TOKENIZE, texts.DETOKENIZE, infill.FIM, infill.INFILL),
     *(responses_calls.RESPONSES, responses_calls.INPUT_TOKENS, *conversations.SCHEMAS),
     *(anthropic.MESSAGES, anthropic.COUNT_TOKENS, ollama.CHAT, ollama.GENERATE),
-    *(ollama.EMBED, ollama.EMBEDDINGS, ollama_models.NAMED),
+    *(ollama.EMBED, ollama.EMBEDDINGS, ollama_models.NAMED, *chat_settings.SCHEMAS),
 )
 
 # -- the application -----------------------------------------------------------------------------

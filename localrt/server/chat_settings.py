@@ -19,15 +19,20 @@ from localrt.engine.option_help import OPTION_HELP
 from localrt.engine.options import Options, Overflow
 from localrt.engine.sampling import Sampling
 from localrt.history.export import as_json, as_markdown
-from localrt.history.presets import PresetsFile, read_defaults
+from localrt.history.presets import Preset, PresetsFile, read_defaults
 from localrt.server.answers import Answers
 from localrt.server.conversations import FILE, described, open_conversation, owners_endpoint
 from localrt.server.dialect import Payload
 from localrt.server.errors import invalid, without_folders
 from localrt.server.messages import encoded
 from localrt.server.models import OneModel
+from localrt.server.request_schema import OBJECT, STRING, TEXT, Field, RequestSchema, required
 from localrt.server.service import service_of
 
+_PRESET = RequestSchema(
+    {"name": required(STRING), "instructions": Field(TEXT), "options": required(OBJECT)}
+)
+SCHEMAS = (_PRESET,)
 _AS_JSON = ("stop", "logit_bias", "dry_sequence_breakers")  # or as one text
 
 
@@ -65,6 +70,14 @@ def presets(answers: Answers, request: Request, fields: Payload) -> Payload:
     return {"data": data, "default": {"instructions": default.system, "options": default.options}}
 
 
+def save_preset(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """A new preset; it replaces one of the same name."""
+    options = {name: value for name, value in fields["options"].items() if value is not None}
+    preset = Preset(fields["name"], fields.get("instructions") or None, options)
+    PresetsFile(answers.config_dir).save(preset)
+    return {"name": preset.name}
+
+
 def export(answers: Answers, request: Request, fields: Payload) -> Response:
     """The shown branch as Markdown, or with ``form=json`` as JSON that can be imported."""
     found = open_conversation(answers, request)
@@ -90,6 +103,7 @@ def load(answers: Answers, request: Request, fields: Payload) -> Payload:
 ROUTES = (
     owners_endpoint("/v1/options", "GET", options),
     owners_endpoint("/v1/presets", "GET", presets),
+    owners_endpoint("/v1/presets", "POST", save_preset, _PRESET),
     owners_endpoint("/v1/recommended", "GET", recommended),
     owners_endpoint("/v1/conversations/{id}/export", "GET", export),
     owners_endpoint("/v1/conversations/import", "POST", load, FILE),

@@ -66,6 +66,7 @@ _ANSWER_TO = RequestSchema(
         "tools": Field(FLAG),
         "continued": Field(TEXT),
         "summary": Field(FLAG),
+        "ctx": Field({"type": "integer", "minimum": 1}),
     }
 )
 _DECISION = RequestSchema({"decision": required({"enum": ["once", "always", "refuse"]})})
@@ -288,7 +289,8 @@ async def document(answers: Answers, request: Request, fields: Payload) -> Paylo
 
 async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
     """Let a model answer the last message, or the message ``after``; continue the answer
-    ``continued``; or sum up what precedes the message, which is then asked again.
+    ``continued``; or sum up what precedes the message, which is then asked again. With ``ctx`` the
+    model gets a longer context.
     """
     service = service_of(request)
     model = service.models.find(fields.get("model"))
@@ -319,6 +321,8 @@ async def begin(answers: Answers, request: Request, fields: Payload) -> Payload:
         return found, writer, continued, question, _item(found, found.turn(writer.turn))
 
     found, writer, continued, question, made = await asyncio.to_thread(prepare)
+    if "ctx" in fields:
+        service.models.lengthen(model.name, fields["ctx"])
     asking = ModelRequest(request, service, fields, model)
     answers.begin(asking, found, writer, continued=continued, summed_up=question)
     return made

@@ -135,6 +135,9 @@ class Models(ABC):
     def keep(self, name: str, seconds: float) -> None:  # noqa: B027  it stays in any case
         """Keep a model loaded for ``seconds`` after its last use; forever if negative."""
 
+    def lengthen(self, name: str, ctx: int) -> None:  # noqa: B027  a single one is not loaded again
+        """Let a model have a context of ``ctx`` tokens from its next request on."""
+
     def tend(self) -> None:  # noqa: B027  nothing to do
         """Called once a second."""
 

@@ -63,7 +63,7 @@ class _PooledModel:
     ended. ``keep_s`` is how long it stays loaded, if set by a client. ``left`` are the bytes of
     weights that it has freed. ``contested``: it was unloaded for others, so it will be loaded
     in a form that can shrink. ``gpu_total`` is how much of the GPU's memory it and others may
-    take together.
+    take together. ``ctx`` is a longer context that a client has chosen.
     """
 
     file: LocalFile
@@ -75,6 +75,7 @@ class _PooledModel:
     left: int = 0
     contested: bool = False
     gpu_total: int = 0
+    ctx: int = 0
     coming: asyncio.Task[None] | None = None
 
     @property
@@ -90,7 +91,8 @@ class _PooledModel:
 
 class ModelPool(Models):
     """This machine's models, which ``files`` lists. ``load(model, shrinkable, cancel, on_gpu)``
-    loads one, unless ``cancel`` is set meanwhile, beside ``on_gpu`` bytes of others on the GPU.
+    loads one, unless ``cancel`` is set meanwhile, beside ``on_gpu`` bytes of others on the GPU;
+    with ``ctx`` it has such a context.
 
     ``ram`` is the budget in bytes for all models; None: the free memory. ``on_change`` is called
     with a sentence about each load and unload.
@@ -98,7 +100,7 @@ class ModelPool(Models):
 
     def __init__(
         self,
-        load: Callable[[str, bool, threading.Event, int], Model],
+        load: Callable[..., Model],
         files: Callable[[], Sequence[LocalFile]],
         options: ServeOptions,
         *,
@@ -133,6 +135,10 @@ class ModelPool(Models):
 
     def keep(self, name: str, seconds: float) -> None:
         self._slot(name).keep_s = seconds
+
+    def lengthen(self, name: str, ctx: int) -> None:
+        slot = self._slot(name)
+        slot.ctx, slot.awake = ctx, False
 
     def _ordered(self) -> list[LocalFile]:
         """Return this machine's models, the most recently used first, then by name."""
@@ -257,6 +263,8 @@ class ModelPool(Models):
             self._give_share(slot, self._others(slot))
 
     def _give_share(self, slot: _PooledModel, others: Sequence[_PooledModel]) -> None:
+        if slot.served is not None and slot.served.model.info.ctx < slot.ctx and slot.users < 2:
+            self._put_away(slot)
         for other in others:
             _withdraw(other)
             if other.on_gpu and other.gpu is None and not other.users:
@@ -295,10 +303,11 @@ class ModelPool(Models):
 
     def _load_into(self, slot: _PooledModel, others: Sequence[_PooledModel]) -> None:
         began, name, contested = time.monotonic(), slot.file.model, slot.contested
+        longer = {"ctx": slot.ctx} if slot.ctx else {}
         try:
             while True:
                 try:
-                    model = self._load(name, contested, self._closing, _on_gpu(others))
+                    model = self._load(name, contested, self._closing, _on_gpu(others), **longer)
                     break
                 except MemoryBudgetError:
                     idle = [other for other in others if other.served and not other.users]

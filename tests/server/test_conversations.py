@@ -20,7 +20,9 @@ from localrt import History, OptionError
 from localrt.engine.option_help import OPTION_HELP
 from localrt.history.presets import Preset, PresetsFile
 from localrt.server.options import ServeOptions
+from localrt.server.pool import LocalFile, ModelPool
 from localrt.service.live import LiveModel
+from tests.conftest import write_tiny_model
 from tests.server.conftest import Running, Script, needs_kernels, serving
 from tests.waits import wait_for
 
@@ -192,7 +194,7 @@ def test_failed_answer_says_why(talking: Running) -> None:
     found = answered(talking, path)
     assert found["state"] == "failed"
     assert "maximum context length" in found["info"]["error"]
-    assert [name for name, _ in found["info"]["ways"]] == ["new"]
+    assert [way[0] for way in found["info"]["ways"]] == ["new"]
 
 
 def test_continue_edit_fork_remove(talking: Running, script: Script) -> None:
@@ -223,7 +225,7 @@ def test_summary(talking: Running, script: Script) -> None:
     message = {"content": [{"text": "y" * 2000}]}
     asked = ok(talking.request("POST", f"{path}/items", message))["id"]
     full = answered(talking, path)
-    assert [name for name, _ in full["info"]["ways"]] == ["oldest", "summary", "new"]
+    assert [way[0] for way in full["info"]["ways"]] == ["oldest", "summary", "new"]
     script.say("There were many x.")
     summary = answered(talking, path, after=asked, summary=True)
     assert (summary["text"], summary["info"]["summary"]) == ("There were many x.", True)
@@ -263,6 +265,22 @@ def test_pin_and_draft(talking: Running) -> None:
     assert [(one["title"], one["pinned"]) for one in listed] == [("Hi", True), ("Later", False)]
 
 
+def test_longer_context(tmp_path: Path) -> None:
+    """A model of several is loaded again, with the context that its user chose."""
+    folder = write_tiny_model(tmp_path)
+    files = [LocalFile("tiny", "tiny", 1 << 20, folder)]
+    load = lambda *_, ctx=64: localrt.load(folder, ctx=ctx)  # noqa: E731
+    pool = ModelPool(load, lambda: files, ServeOptions())
+    with serving(pool, history=":memory:") as running:
+        path, asked = begun(running, "x" * 150, options={"max_tokens": 2})
+        full = answered(running, path)
+        ((name, label, ctx), (new, *_)) = full["info"]["ways"]
+        assert (name, new, "more" in label) == ("longer", "new", True)
+        assert answered(running, path, after=asked, ctx=ctx)["state"] == "done"
+        (entry,) = pool.offered()
+        assert entry.ctx == ctx
+
+
 def test_export_and_import(talking: Running, script: Script) -> None:
     path, _ = begun(talking, title="Rivers", instructions="Be brief.")
     answered(talking, path)
@@ -284,6 +302,12 @@ def test_settings(talker: localrt.Model, tmp_path: Path) -> None:
         given = {"name": "Short", "instructions": "Be brief.", "options": {"top_p": 0.5}}
         PresetsFile(tmp_path).save(Preset("Short", "Be brief.", {"top_p": 0.5}))
         found = ok(running.request("GET", "/v1/presets"))
+        own = {"name": "Long", "instructions": None, "options": {"max_tokens": 900}}
+        sent = {**own, "options": {**own["options"], "top_k": None}}
+        ok(running.request("POST", "/v1/presets", sent))
+        assert own in ok(running.request("GET", "/v1/presets"))["data"]
+        status, refused, _ = running.request("POST", "/v1/presets", {"name": "a", "options": {}})
+        assert (status, "nothing to save" in refused["error"]["message"]) == (400, True)
         assert found == {
             "data": [given],
             "default": {"instructions": "Be kind.", "options": {"top_k": 3}},

@@ -430,6 +430,24 @@ def test_drafts(visit: Any, file: Path) -> None:
 
 
 @pytest.mark.slow
+def test_message_waits_until_its_conversation_is_there(
+    visit: Any, script: Script, file: Path
+) -> None:
+    path, page = conversation(file, "One", "First."), visit()
+
+    def slowly(route: Any) -> None:
+        page.wait_for_timeout(300)
+        route.continue_()
+
+    page.route("**/items?*", slowly)
+    page.evaluate(f"location.hash = '{path[2:]}'")
+    page.wait_for_function(f"chat.id === '{path[2:]}'")
+    send(page, "Two")
+    ended(page)
+    assert turns_in(file) == ["One", "First.", "Two", "Hello there."]
+
+
+@pytest.mark.slow
 def test_full_context(visit: Any, script: Script, file: Path) -> None:
     page = visit(conversation(file, "x" * 3000, "Seen."))
     send(page, "y" * 2000)
@@ -466,11 +484,12 @@ def test_all_options_presets_and_theme(
         send(page, "Hi")
         ended(page)
         page.get_by_role("button", name="Options", exact=True).click()
-        form.get_by_label("Preset").select_option("Short")
+        form.locator("[name=preset]").select_option("Short")
         expect(form.locator("[name=top_k]")).to_have_value("3")
         form.locator("[name=stop]").fill('["!", "?"]')
         form.locator("[name=ignore_eos]").select_option("off")
         form.locator("[name=grammar]").fill("root ::= (")
+        form.get_by_label("Save these as a preset").fill("Mine")
         form.get_by_label("Theme").select_option("dark")
         colour = "getComputedStyle(document.body).backgroundColor"
         assert page.evaluate(colour) == "rgb(22, 25, 24)"
@@ -480,6 +499,7 @@ def test_all_options_presets_and_theme(
         _, kept, _ = running.request("GET", f"/v1/conversations/{listed['data'][0]['id']}")
         given = {"top_k": 3, "stop": ["!", "?"], "ignore_eos": False, "grammar": "root ::= ("}
         assert (kept["options"], kept["instructions"]) == (given, "Be brief.")
+        assert PresetsFile(tmp_path).find("Mine") == Preset("Mine", "Be brief.", given)
         page.reload()
         expect(page.locator("#sign")).to_have_text("System prompt: Be brief.")
         assert page.evaluate(colour) == "rgb(22, 25, 24)"

@@ -27,6 +27,7 @@ const chat = {
   loads: 0, // goes up with every load: what an earlier one brings comes too late
   loading: 0, // how many loads there are now
   visit: 0, // goes up with every conversation that is opened
+  opened: null, // resolved when its items are here
 };
 
 // -- the server
@@ -120,7 +121,7 @@ async function open(id) {
   draw();
   document.body.classList.remove("listing");
   for (const link of $("list").querySelectorAll("a")) link.ariaCurrent = link.hash === `#${id}` ? "page" : null;
-  if (id) await load({ end: true });
+  await (chat.opened = id && load({ end: true }));
   if (matchMedia("(pointer: fine)").matches) $("message").focus();
 }
 
@@ -260,8 +261,8 @@ function toEnd() {
 
 let follower = null; // ends the following of an answer
 
-async function answerTo(id, before = chat.items) {
-  const item = await post(here("/answers"), askedOf($("model").value, id));
+async function answerTo(id, before = chat.items, more = {}) {
+  const item = await post(here("/answers"), { ...askedOf($("model").value, id), ...more });
   chat.items = [...before, item];
   outdate();
   draw();
@@ -366,25 +367,27 @@ function setBusy(busy) {
   if (focused) $(busy ? "stop" : "message").focus();
 }
 
-async function again(item) {
+async function again(item, more) {
   const at = await placeOf(item);
-  if (at > 0) await answerTo(chat.items[at - 1].id, chat.items.slice(0, at));
+  if (at > 0) await answerTo(chat.items[at - 1].id, chat.items.slice(0, at), more);
 }
 
-async function goOn(item) {
-  const open = await post(here("/answers"), { ...askedOf($("model").value), continued: item.id });
+async function goOn(item, more) {
+  const open = await post(here("/answers"), { ...askedOf($("model").value), continued: item.id, ...more });
   chat.items = chat.items.map((one) => (one.id === open.id ? open : one));
   outdate();
   follow(open).catch(warn);
 }
 
 // What to do about a full context: `name` is one of `item.info.ways`.
-async function takeWay(item, name) {
+async function takeWay(item, name, ctx) {
   const at = await placeOf(item);
   const asked = chat.items.slice(0, at).findLast((one) => one.role === "user");
   if (name === "oldest") {
     chat.about = await post(here(), { options: { ...chat.about.options, overflow: "drop_oldest" } });
     await (item.text ? goOn(item) : again(item));
+  } else if (name === "longer") {
+    await (item.text ? goOn(item, { ctx }) : again(item, { ctx }));
   } else if (name === "summary") {
     const given = { ...askedOf($("model").value, asked.id), summary: true };
     await showBranch(async () => (await post(here("/answers"), given)).id);

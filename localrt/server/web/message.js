@@ -1,10 +1,17 @@
 // The message that is written, with its attachments; what is not sent yet is kept.
 
 async function submit() {
+  if ($("send").disabled) return; // the message is being sent
+  $("send").disabled = true;
+  try { await submitted(); } finally { $("send").disabled = false; }
+}
+
+async function submitted() {
   const written = $("message").value;
   const text = written.trim();
   const { files, visit } = chat;
-  if (chat.answering || (!text && !files.length)) return;
+  await chat.opened; // until then it is unknown what the message follows
+  if (visit !== chat.visit || chat.answering || (!text && !files.length)) return;
   if (chat.rewriting) {
     return showBranch(async () => {
       const { id } = await post(here(`/items/${chat.editing}`), { text });
@@ -15,35 +22,32 @@ async function submit() {
   checkPictures();
   const model = $("model").value;
   const before = chat.editing ?? chat.items.at(-1)?.id ?? "";
-  $("send").disabled = true;
-  try {
-    let { id } = chat;
-    if (!id) {
-      const about = await post("v1/conversations", { model, ...chat.draft });
-      id = about.id;
-      if (visit === chat.visit) {
-        Object.assign(chat, { id, about });
-        history.replaceState(null, "", `#${id}`);
-        store("draft.", "");
-      }
+  let { id } = chat;
+  if (!id) {
+    const about = await post("v1/conversations", { model, ...chat.draft });
+    id = about.id;
+    if (visit === chat.visit) {
+      Object.assign(chat, { id, about });
+      history.replaceState(null, "", `#${id}`);
+      store("draft.", "");
     }
-    const added = await post(here("/items", id), { ...messageOf(text, files), after: before });
-    const asked = added.id;
-    if (visit !== chat.visit) { // another conversation was opened meanwhile
-      await post(here("/answers", id), askedOf(model, asked));
-      return;
-    }
-    const at = chat.items.findIndex((item) => item.id === before);
-    chat.items = [...(before ? chat.items.slice(0, at + 1) : []), added];
-    outdate();
-    if (chat.editing !== null) finishEditing();
-    else if ($("message").value === written) $("message").value = "";
-    keepDraft();
-    chat.files = [];
-    drawFiles();
-    draw(true);
-    await answerTo(asked);
-  } finally { $("send").disabled = false; }
+  }
+  const added = await post(here("/items", id), { ...messageOf(text, files), after: before });
+  const asked = added.id;
+  if (visit !== chat.visit) { // another conversation was opened meanwhile
+    await post(here("/answers", id), askedOf(model, asked));
+    return;
+  }
+  const at = chat.items.findIndex((item) => item.id === before);
+  chat.items = [...(before ? chat.items.slice(0, at + 1) : []), added];
+  outdate();
+  if (chat.editing !== null) finishEditing();
+  else if ($("message").value === written) $("message").value = "";
+  keepDraft();
+  chat.files = [];
+  drawFiles();
+  draw(true);
+  await answerTo(asked);
 }
 
 // Pictures come first, files last; a file's text is folded to its label.

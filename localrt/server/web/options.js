@@ -16,7 +16,7 @@ async function openOptions() {
   form.elements.title.value = chat.about?.title || "";
   form.elements.title.disabled = !chat.id;
   form.instructions.value = instructions || "";
-  form.preset.value = "";
+  form.preset.value = form.preset_name.value = "";
   form.theme.value = stored("theme") || "";
   fill(options);
   form.tools.checked = options.tool_choice !== "none";
@@ -57,6 +57,8 @@ async function saveOptions() {
   if (!optionsForm.tools.checked) options.tool_choice = "none";
   else if (options.tool_choice === "none") options.tool_choice = null;
   const changes = { instructions: optionsForm.instructions.value, options };
+  const name = optionsForm.preset_name.value.trim();
+  if (name) await post("v1/presets", { ...changes, name });
   if (chat.id) {
     chat.about = await post(here(), { ...changes, title: optionsForm.elements.title.value.trim() });
     await list();
@@ -64,6 +66,7 @@ async function saveOptions() {
     chat.draft = changes;
     store("options", JSON.stringify(changes));
   }
+  if (name) await loadPresets();
   draw();
 }
 

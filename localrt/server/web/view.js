@@ -178,8 +178,8 @@ function drawn(item, acts, last) {
   if (note) bar.append(h("span", { class: bad ? "note bad" : "note" }, note));
   if (speed) bar.append(h("span", { class: "note", title: `${item.info.tokens} tokens` }, speed));
   if (last && item.info.ways) {
-    bar.append(h("div", { class: "ways" }, ...item.info.ways.map(([name, label]) =>
-      h("button", { type: "button", onclick: () => acts.way(item, name) }, label))));
+    bar.append(h("div", { class: "ways" }, ...item.info.ways.map(([name, label, ctx]) =>
+      h("button", { type: "button", onclick: () => acts.way(item, name, ctx) }, label))));
   }
   made.append(bar);
   return made;
