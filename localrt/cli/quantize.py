@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if report.vision_bytes:
         print(f"vision tower: {format_bytes(report.vision_bytes)}, as published")
-    print(f"how close it is: localrt eval {out} --text FILE --against {model.name}")
+    print(f"how close it is: localrt eval {out} --text BOOK.txt --against {model.name}")
     return 0
 
 

@@ -236,7 +236,8 @@ class Conversation:
         The text stays until then: the model repeats it (``ChatSession.continue_answer``).
 
         Raises:
-            OptionError: it is no answer, calls tools, is empty or being written, or turns follow.
+            OptionError: it is no answer, calls tools, is empty, being written or finished, or turns
+            follow.
         """
         with self._database.transaction() as connection:
             settle_cut(connection)
@@ -246,6 +247,9 @@ class Conversation:
                 raise OptionError("only the last answer of a branch can be continued")
             if not old.content:
                 raise OptionError("nothing of this answer was kept: answer the question again")
+            ended = old.state == "done" and old.info.get("finish_reason") == "stop"
+            if ended and not old.info.get("edited") and "stop" not in self.options:
+                raise OptionError("the answer is finished: edit it, or answer the question again")
             change = "UPDATE turn SET state = 'writing', writer = ? WHERE id = ?"
             connection.execute(change, (own_name(), number))
             self._touch(connection)
@@ -266,6 +270,10 @@ class Conversation:
         above = rows.get(rows[number]["parent"])
         if rows[number]["role"] != "user" and above is not None:
             said.append(dict(above))  # the caches that hold an answer are found by its question
+        if self.title == title_of(rows[number]["content"]):
+            starts = [row for row in rows.values() if row["parent"] is None]
+            left = ["", *(row["content"] for row in starts if row["id"] not in removed)]
+            self.set(title=title_of(left[-1]))
         erase(self._database, lambda _: withdraw(self, number), said, rows[number]["created"])
 
     def turn(self, number: int) -> Turn:

@@ -92,6 +92,10 @@ def test_reopen(history: History) -> None:
         talk.reopen(answer.id)
     with pytest.raises(OptionError, match="answer the question again"):
         talk.reopen(talk.add("assistant", "").id)
+    with pytest.raises(OptionError, match="the answer is finished: edit it"):
+        talk.reopen(talk.add("assistant", "All.", info={"finish_reason": "stop"}).id)
+    talk.set(options={"stop": "."})  # which ends answers that are not
+    talk.reopen(talk.turns[-1].id)
 
 
 def test_what_a_stopped_answer_keeps() -> None:
@@ -152,6 +156,7 @@ def test_remove(
     said_by_user = [{"role": "user", "content": text} for text in forgotten]
     assert marks == [saved_caches.marks_of(said_by_user)]
     assert talk.updated > before
+    assert talk.title == ("" if number == 1 else "q")
 
 
 def test_fork(history: History) -> None:

@@ -550,7 +550,7 @@ class ChatScreen(Screen[None]):
         self.hint.flash("Looking for ways out of a full context")
         ways = await asyncio.to_thread(session.ways_out)
         if session is self.state.session and self.is_active and not self.queue.answering:
-            dialog = Choose("The context is full", [(way.name, way.label) for way in ways])
+            dialog = Choose("When the context is full", [(way.name, way.label) for way in ways])
             ask(self, dialog, lambda name: self._take_way(next(w for w in ways if w.name == name)))
 
     def _take_way(self, way: Way) -> None:

@@ -384,8 +384,10 @@ class ChatState:
         history = self._memory if self.conversation.temporary else self.history
         copy = history.fork(self.conversation.id, number)
         copy.set(options=self._in_force)
-        self._open(self._as_open(copy, temporary=self.conversation.temporary), {})
-        return "This is a copy; the conversation of before stays as it is"
+        temporary = self.conversation.temporary
+        self._open(self._as_open(copy, temporary=temporary), {})
+        before = "is gone" if temporary else "stays as it is"
+        return f"This is a copy; the conversation of before {before}"
 
     def remove(self, number: int) -> None:
         """Remove a turn and what follows it, from the model's memory too."""
@@ -418,8 +420,7 @@ class ChatState:
     def open_loaded(self, path: str | Path, found: LoadedFile) -> str:
         """Open the newest conversation of a file that was read; returns the line to show."""
         newest = max(reversed(found.conversations), key=lambda each: each.updated)
-        system = self.system or newest.system or self.defaults.system
-        newest.set(system=system, options={**newest.options, **self.options})
+        newest.set(system=self.system or newest.system, options={**newest.options, **self.options})
         self._open(self._as_open(newest))
         count = len(found.conversations)
         more = () if count == 1 else (f"{count} conversations, this is the newest",)

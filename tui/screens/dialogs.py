@@ -120,7 +120,9 @@ class Dialog(ModalScreen[_Answer | None]):
 
 
 class Confirm(Dialog[bool]):
-    """A question; y is yes, n or Esc no. Enter, which is easily pressed twice, does nothing."""
+    """A question; y is yes, n, Esc or the beginning of a text no. Enter, which is easily pressed
+    twice, does nothing.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "Yes", show=False),
@@ -129,6 +131,10 @@ class Confirm(Dialog[bool]):
 
     def __init__(self, question: str, yes: str) -> None:
         super().__init__(Static(clean(question), markup=False), keys=f"y {yes} · n cancel")
+
+    def on_key(self, event: KeyPressed) -> None:
+        if event.is_printable and event.character != "y":
+            self.action_leave()
 
 
 class Ask(Dialog[str]):
