@@ -15,7 +15,7 @@ import re
 import sqlite3
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,17 +62,18 @@ _SCHEMA = """
     CREATE TRIGGER IF NOT EXISTS piece_gone AFTER DELETE ON piece BEGIN
         INSERT INTO words (words, rowid, text) VALUES ('delete', old.id, spaced(old.text)); END;
 """
-_INSIDE = "(path = ?1 OR substr(path, 1, length(?2)) = ?2)"
+_INSIDE = "(path = :path OR substr(path, 1, length(:folder)) = :folder)"
 _BY_WORDS = f"""
-    SELECT piece.id FROM words JOIN piece ON piece.id = words.rowid WHERE words MATCH ?3
+    SELECT piece.id FROM words JOIN piece ON piece.id = words.rowid WHERE words MATCH :match
         AND piece.file IN (SELECT id FROM file WHERE {_INSIDE}) ORDER BY rank LIMIT {_CANDIDATES}
 """
 _VECTORS = f"""
-    SELECT id, vector FROM piece WHERE model = ?3 AND id > ?4
+    SELECT id, vector FROM piece WHERE model = :model AND id > :last
         AND file IN (SELECT id FROM file WHERE {_INSIDE}) ORDER BY id LIMIT {_ROWS}
 """
 _MISSING = f"""
-    FROM piece WHERE model != ?3 AND id > ?4 AND file IN (SELECT id FROM file WHERE {_INSIDE})
+    FROM piece WHERE model != :model AND id > :last
+        AND file IN (SELECT id FROM file WHERE {_INSIDE})
 """
 # Scripts without spaces between words: each character is a word.
 _WORDLESS = re.compile("([\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af])")
@@ -194,10 +195,10 @@ class DocumentIndex(Closing):
     def _embed(self, embedder: Any, path: Path, step: Step) -> None:
         """Embed the pieces of a file or folder that have no vector of this model yet."""
         stored = "UPDATE piece SET model = ?, vector = ? WHERE id = ?"
-        which, done = (*_inside(path), embedder.name), 0
-        total = self._rows(f"SELECT count(*) {_MISSING}", (*which, -1))[0][0]
+        which, done = {**_inside(path), "model": embedder.name}, 0
+        total = self._rows(f"SELECT count(*) {_MISSING}", {**which, "last": -1})[0][0]
         missing, last = f"SELECT id, text {_MISSING} ORDER BY id LIMIT {_BATCH}", -1
-        while rows := self._rows(missing, (*which, last)):
+        while rows := self._rows(missing, {**which, "last": last}):
             step(done, total, "pieces")
             done, last = done + len(rows), rows[-1][0]
             numbers, texts = zip(*rows, strict=True)
@@ -212,7 +213,7 @@ class DocumentIndex(Closing):
         """Return the pieces that match a question best, the best first, of the file or folder
         ``within`` or of all. Raises ``StorageError``.
         """
-        inside = ("", "") if within is None else _inside(within)
+        inside = _inside(within)
         scores: defaultdict[int, float] = defaultdict(float)
         for ranking in (self._by_words(query, inside), self._by_meaning(query, inside)):
             for rank, number in enumerate(ranking, 1):
@@ -225,38 +226,44 @@ class DocumentIndex(Closing):
     def first(self, limit: int, *, within: str | Path) -> list[Passage]:
         """Return the first pieces of a file or folder."""
         found = f"SELECT path, page, text FROM piece JOIN file ON file.id = file WHERE {_INSIDE}"
-        rows = self._rows(f"{found} ORDER BY path, piece.id LIMIT ?3", (*_inside(within), limit))
+        values = {**_inside(within), "limit": limit}
+        rows = self._rows(f"{found} ORDER BY path, piece.id LIMIT :limit", values)
         return [Passage(Path(path), page, text, 0.0) for path, page, text in rows]
 
-    def _by_words(self, query: str, inside: tuple[str, str]) -> list[int]:
+    def _by_words(self, query: str, inside: Mapping[str, str]) -> list[int]:
         words = list(dict.fromkeys(re.findall(r"\w+", _spaced(query.lower()))))[:64]
         match = " OR ".join(f'"{word}"' for word in words)
-        return [row[0] for row in self._rows(_BY_WORDS, (*inside, match))] if words else []
+        return (
+            [row[0] for row in self._rows(_BY_WORDS, {**inside, "match": match})] if words else []
+        )
 
-    def _by_meaning(self, query: str, inside: tuple[str, str]) -> list[int]:
+    def _by_meaning(self, query: str, inside: Mapping[str, str]) -> list[int]:
         if self._embedder is None or not query.strip():
             return []
         import numpy as np
 
         wanted = _vectors(self._embedder, [query])[0].astype("float32")
         best: list[tuple[float, int]] = []
-        last = -1
-        while rows := self._rows(_VECTORS, (*inside, self._embedder.name, last)):
-            last = rows[-1][0]
+        which = {**inside, "model": self._embedder.name, "last": -1}
+        while rows := self._rows(_VECTORS, which):
+            which["last"] = rows[-1][0]
             data = np.frombuffer(b"".join(row[1] for row in rows), np.float16)
             near = data.reshape(len(rows), -1).astype("float32") @ wanted
             best += zip((-near).tolist(), (row[0] for row in rows), strict=True)
             best = sorted(best)[:_CANDIDATES]
         return [number for _, number in best]
 
-    def _rows(self, query: str, values: Sequence[object]) -> list[Any]:
+    def _rows(self, query: str, values: Mapping[str, object] | Sequence[object]) -> list[Any]:
         with self._in_words():
             return self._connection.execute(query, values).fetchall()
 
 
-def _inside(path: str | Path) -> tuple[str, str]:
+def _inside(path: str | Path | None) -> dict[str, str]:
+    """The values of ``_INSIDE``; None is everywhere."""
+    if path is None:
+        return {"path": "", "folder": ""}
     whole = _text(user_path(path).absolute())
-    return whole, whole.rstrip(os.sep) + os.sep
+    return {"path": whole, "folder": whole.rstrip(os.sep) + os.sep}
 
 
 def _text(path: Path) -> str:
