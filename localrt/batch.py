@@ -68,9 +68,14 @@ class Batch:
         """
         if isinstance(rows, Iterator):
             return map(self, rows)
-        column = rows[self._column]
+        needed = [self._column, self._id] if self._kept else [self._column]
+        try:
+            column, kept = [*(rows[name] for name in needed), ()][:2]
+        except (LookupError, TypeError) as error:
+            what = f"rows need columns with the names {', '.join(needed)}"
+            raise OptionError(f"{what}: see column= and id=") from error
         prompts = [each.tolist() if hasattr(each, "tolist") else each for each in column]
-        ids = [str(each) for each in rows[self._id]] if self._kept else []
+        ids = [str(each) for each in kept]
         texts, errors = self._answers(prompts, ids)
         made = {self._into: texts, "error": errors}
         if hasattr(rows, "assign"):

@@ -282,9 +282,10 @@ def prompt_of(args: argparse.Namespace, command: str) -> str:
     except OptionError:
         if args.endpoint is None and not may_be_a_name(args.model, Settings.from_environment()):
             words, flag = one_line(args.model), " -p" if command == "chat" else ""
+            asked = json.dumps(words, ensure_ascii=False)
             raise ModelNotFoundError(
-                f"{words!r} was taken for a model's name, which comes before the prompt: "
-                f"localrt {command} {DEMO_NAME}{flag} {json.dumps(words, ensure_ascii=False)}"
+                f"no model {words!r}: it was taken for a model's name, which comes before the "
+                f"prompt: localrt {command} {DEMO_NAME}{flag} {asked}"
             ) from None
         raise
 

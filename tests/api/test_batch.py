@@ -47,6 +47,12 @@ def test_rows_of_each_kind(model: str) -> None:
         assert "context" in list(answered["error"])[1]
 
 
+def test_other_columns() -> None:
+    for rows in ({"text": ["a"]}, ["a"]):
+        with pytest.raises(localrt.OptionError, match="rows need columns with the names prompt"):
+            localrt.Batch()(rows)
+
+
 def test_what_is_kept(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def rows(*ids: int) -> dict[str, Any]:
         return {"q": np.array([f"say {i}" for i in ids], dtype=object), "id": np.array(ids)}
