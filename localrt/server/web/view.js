@@ -121,7 +121,7 @@ const NOTES = { cut: "cut off: the app ended here", cancelled: "stopped", failed
 function noteOf(item) {
   if (item.state === "failed" && item.info.error) return [item.info.error, true];
   if (NOTES[item.state]) return [NOTES[item.state], item.state !== "cancelled"];
-  if (item.info.finish_reason === "length") return ["cut off at the limit of tokens", false];
+  if (item.info.finish_reason === "length") return [item.info.ways ? "cut off: the context is full" : "cut off at the limit of tokens", false];
   return ["", false];
 }
 
