@@ -35,6 +35,7 @@ from localrt.history.database import (
 from localrt.history.importing import LoadedFile, load_file
 from localrt.history.pictures import keep_pictures, split_info, stored_info
 
+_COPY = " (copy)"  # ends the title of one
 _FILE = "history.db"
 _MEMORY = ":memory:"
 _LIST = """
@@ -180,7 +181,7 @@ class History(Closing):
         end = [each.id for each in branch].index(turn) + 1
         with self._database.transaction() as connection:
             copy = self.new(model=old.model, system=old.system, options=old.options)
-            copy.set(title=old.title)
+            copy.set(title=f"{old.title.removesuffix(_COPY)}{_COPY}")
             _copy_turns(connection, copy, branch[:end])
         return copy
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from localrt.common.errors import OptionError, StorageError
 from localrt.engine.option_help import OPTION_HELP
-from localrt.engine.options import Options, Overflow
+from localrt.engine.options import Options, Overflow, read_options
 from localrt.engine.sampling import Sampling
 from localrt.history.export import as_json, as_markdown
 from localrt.history.presets import Preset, PresetsFile, read_defaults
@@ -32,7 +32,8 @@ from localrt.server.service import service_of
 _PRESET = RequestSchema(
     {"name": required(STRING), "instructions": Field(TEXT), "options": required(OBJECT)}
 )
-SCHEMAS = (_PRESET,)
+_OPTIONS = RequestSchema({"options": required(OBJECT)})
+SCHEMAS = (_PRESET, _OPTIONS)
 _AS_JSON = ("stop", "logit_bias", "dry_sequence_breakers")  # or as one text
 
 
@@ -40,6 +41,12 @@ def options(answers: Answers, request: Request, fields: Payload) -> Payload:
     """What a form needs to ask for every option; adapters are models in its list."""
     asked = [_asked(name, text) for name, text in OPTION_HELP.items() if name != "adapter"]
     return {"data": asked}
+
+
+def check(answers: Answers, request: Request, fields: Payload) -> Payload:
+    """Refuse options that no answer could have, before they are kept in a browser."""
+    read_options(fields["options"])
+    return {}
 
 
 def recommended(answers: Answers, request: Request, fields: Payload) -> Payload:
@@ -102,6 +109,7 @@ def load(answers: Answers, request: Request, fields: Payload) -> Payload:
 
 ROUTES = (
     owners_endpoint("/v1/options", "GET", options),
+    owners_endpoint("/v1/options", "POST", check, _OPTIONS),
     owners_endpoint("/v1/presets", "GET", presets),
     owners_endpoint("/v1/presets", "POST", save_preset, _PRESET),
     owners_endpoint("/v1/recommended", "GET", recommended),

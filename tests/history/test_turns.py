@@ -170,9 +170,10 @@ def test_fork(history: History) -> None:
     (picture,) = copy.turns[-1].pictures
     assert picture.data == talk.turn(3).pictures[0].data
     assert {turn.branches for turn in copy.turns} == {1}
-    facts = ("title", "model", "system", "options")
+    facts = ("model", "system", "options")
     assert [getattr(copy, each) for each in facts] == [getattr(talk, each) for each in facts]
-    assert (talk.turns, len(history.list())) == (before, 2)
+    assert (copy.title, history.fork(copy.id, copy.turns[0].id).title) == ("q (copy)",) * 2
+    assert (talk.turns, len(history.list())) == (before, 3)
     with pytest.raises(StorageError, match="no turn 99"):
         history.fork(talk.id, 99)
     history.delete(talk.id)

@@ -312,6 +312,8 @@ def test_settings(talker: localrt.Model, tmp_path: Path) -> None:
             "data": [given],
             "default": {"instructions": "Be kind.", "options": {"top_k": 3}},
         }
+        status, refused, _ = running.request("POST", "/v1/options", {"options": {"top_p": 7}})
+        assert (status, "top_p" in refused["error"]["message"]) == (400, True)
         found = ok(running.request("GET", "/v1/options"))
         several = ok(running.request("GET", "/v1/recommended"))["several"]
     assert {one["name"] for one in found["data"]} == OPTION_HELP.keys() - {"adapter"}

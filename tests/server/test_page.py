@@ -439,10 +439,15 @@ def test_message_waits_until_its_conversation_is_there(
         page.wait_for_timeout(300)
         route.continue_()
 
+    page.locator("#files").set_input_files([__file__])
+    expect(page.locator("#chips li")).to_have_count(1)
     page.route("**/items?*", slowly)
     page.evaluate(f"location.hash = '{path[2:]}'")
     page.wait_for_function(f"chat.id === '{path[2:]}'")
-    send(page, "Two")
+    expect(page.locator("#chips li")).to_have_count(0)  # it was for the other one
+    page.keyboard.type("Two")  # where the message is
+    page.keyboard.press("Enter")
+    expect(page.locator("article.user").last).to_contain_text("Two")
     ended(page)
     assert turns_in(file) == ["One", "First.", "Two", "Hello there."]
 

@@ -112,7 +112,7 @@ async function open(id) {
   keepDraft();
   leaveTemporary();
   chat.visit++;
-  Object.assign(chat, { id, about: null, items: [], more: false, answering: "" });
+  Object.assign(chat, { id, about: null, items: [], more: false, answering: "", files: [] });
   follower?.abort();
   setBusy(false);
   warn(null);
@@ -121,8 +121,9 @@ async function open(id) {
   draw();
   document.body.classList.remove("listing");
   for (const link of $("list").querySelectorAll("a")) link.ariaCurrent = link.hash === `#${id}` ? "page" : null;
+  drawFiles();
+  if (matchMedia("(pointer: fine)").matches) $("message").focus(); // what is typed meanwhile is not lost
   await (chat.opened = id && load({ end: true }));
-  if (matchMedia("(pointer: fine)").matches) $("message").focus();
 }
 
 // Reads the last part of the conversation; `branch` is an item of the branch to be shown.

@@ -82,5 +82,5 @@ async function importFile(file) {
   }
   await list();
   say(`Conversations imported: ${data.length}`);
-  warn(lost.join("; "));
+  warn(lost.length ? `Left out: ${lost.join("; ")}` : null);
 }

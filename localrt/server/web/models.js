@@ -72,6 +72,7 @@ async function download() {
   if (!model) return field.focus();
   pulling = new AbortController();
   $("download").textContent = "Stop";
+  $("models-said").textContent = "";
   try {
     const answer = await send("api/pull", { method: "POST", body: { model }, signal: pulling.signal });
     for await (const part of partsOfBody(answer, "\n")) {

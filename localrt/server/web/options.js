@@ -63,6 +63,7 @@ async function saveOptions() {
     chat.about = await post(here(), { ...changes, title: optionsForm.elements.title.value.trim() });
     await list();
   } else {
+    await post("v1/options", { options });
     chat.draft = changes;
     store("options", JSON.stringify(changes));
   }

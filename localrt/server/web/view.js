@@ -30,7 +30,7 @@ function button(name, label, act) {
 // Further buttons behind one: their texts, and what they do.
 function menu(label, entries) {
   const buttons = entries.map(([text, act]) => h("button", { type: "button", onclick: act }, text));
-  return h("details", { class: "menu" }, h("summary", { class: "icon", "aria-label": label, title: label }, icon("more")), h("div", {}, ...buttons));
+  return h("details", { class: "menu", name: "menu" }, h("summary", { class: "icon", "aria-label": label, title: label }, icon("more")), h("div", {}, ...buttons));
 }
 
 // What a button does at its second click; the first asks, until the focus leaves it.
