@@ -168,6 +168,24 @@ def _tool_call(name: str, path: str) -> list[dict[str, Any]]:
     ]
 
 
+def long_requests(peer: str, setting: Setting) -> Record:
+    """Seconds to the first token of requests of 12,000 tokens: of nothing that is known, and of
+    what follows 11,000 tokens that are.
+    """
+    words = _words(peer, setting.hybrid, 16_384, "-np", "1", "-fa", "on", draft="off")
+    known, unknown = list[TimedReply](), list[TimedReply]()
+    with serving(peer, words, setting) as server:
+        a_text = (ask(server, TEXT * 40, max_tokens=1).prompt_tokens or 0) / 40
+        for run in range(3):
+            system = {"role": "system", "content": f"{run}: {TEXT * round(11_000 / a_text)}"}
+            for asked, found in (("First", unknown), ("Then", known)):
+                text = f"{asked}: {TEXT * round(1_000 / a_text)}"
+                found.append(ask(server, [system, {"role": "user", "content": text}], max_tokens=1))
+    read: Record = {"tokens": known[-1].prompt_tokens, "cached": known[-1].cached_tokens}
+    seconds = {"unknown_s": _reading(unknown)["first_s"], "known_s": _reading(known)["first_s"]}
+    return {**read, **seconds}
+
+
 def restarts(peer: str, setting: Setting) -> Record:
     """The next question of a long conversation, after the server was ended and started twice."""
     words = _words(peer, find_model("qwen0.5b"), 4096)
@@ -250,6 +268,12 @@ def _shown_read(got: Record) -> str:
     return f"{got['read']:,} tokens read, {got['first_s']:.2f} s to the first token"
 
 
+def _shown_long(got: Record) -> str:
+    return (
+        f"{got['unknown_s']:.1f} s to the first token, {got['known_s']:.2f} s if 11,000 are known"
+    )
+
+
 def _shown_rate(got: Record) -> str:
     return f"{got['tok_s']:.1f} tok/s" if "tok_s" in got else f"no answer: {got['failed']}"
 
@@ -275,6 +299,7 @@ CLAIMS = {
     "agent": Claim(
         agents_day, "an agent's 17 later requests to a model with recurrent layers", _shown_read
     ),
+    "long": Claim(long_requests, "a request of 12,000 tokens to the same model", _shown_long),
     "restarts": Claim(
         restarts, "the next turn after each of two restarts, about 2,750 tokens", _shown_read
     ),
