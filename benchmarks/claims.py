@@ -299,7 +299,7 @@ CLAIMS = {
     "agent": Claim(
         agents_day, "an agent's 17 later requests to a model with recurrent layers", _shown_read
     ),
-    "long": Claim(long_requests, "a request of 12,000 tokens to the same model", _shown_long),
+    "long": Claim(long_requests, "a request of 12,000 tokens", _shown_long),
     "restarts": Claim(
         restarts, "the next turn after each of two restarts, about 2,750 tokens", _shown_read
     ),

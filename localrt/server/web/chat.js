@@ -47,8 +47,11 @@ async function send(path, { method = "GET", body, signal, keepalive } = {}) {
     throw refused("The server does not answer: is it still running?", 0);
   }
   if (answer.ok) return answer;
+  if (answer.status === 401) {
+    if (key !== stored("key")) return send(path, { method, body, signal, keepalive }); // another was given meanwhile
+    if (!$("asking").open) $("asking").showModal();
+  }
   const told = await answer.json().catch(() => ({}));
-  if (answer.status === 401 && !$("asking").open) $("asking").showModal();
   const error = told.error?.message || told.error; // Ollama's is a text
   throw refused(error || `The server refused this (${answer.status})`, answer.status);
 }
