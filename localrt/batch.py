@@ -70,12 +70,12 @@ class Batch:
             return map(self, rows)
         needed = [self._column, self._id] if self._kept else [self._column]
         try:
-            column, kept = [*(rows[name] for name in needed), ()][:2]
+            columns = [rows[name] for name in needed]
         except (LookupError, TypeError) as error:
             what = f"rows need columns with the names {', '.join(needed)}"
             raise OptionError(f"{what}: see column= and id=") from error
-        prompts = [each.tolist() if hasattr(each, "tolist") else each for each in column]
-        ids = [str(each) for each in kept]
+        prompts = [each.tolist() if hasattr(each, "tolist") else each for each in columns[0]]
+        ids = [str(each) for each in columns[1]] if self._kept else []
         texts, errors = self._answers(prompts, ids)
         made = {self._into: texts, "error": errors}
         if hasattr(rows, "assign"):

@@ -35,7 +35,6 @@ from localrt.mcp import ROUNDS
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
 from localrt.server.markdown import to_html
-from localrt.server.models import OneModel
 from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
 
@@ -270,9 +269,10 @@ class ConversationAnswer:
         turns = self.found.branch(self._writer.turn)
         alone = [turn.role for turn in turns if turn.id <= self._writer.turn].count("user") == 1
         contexts: Sequence[PlannedContext] = ()
-        if not isinstance(self.request.service.models, OneModel):
+        path = self.request.model.path
+        if self.request.service.models.several and path is not None:
             with suppress(LocalrtError):
-                contexts = plan(str(self.request.model.path)).contexts
+                contexts = plan(str(path)).contexts
         ways = ways_out(self.ctx, self.ctx, contexts)
         makes_room = ("oldest", "summary")
         return [

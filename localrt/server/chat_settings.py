@@ -25,7 +25,6 @@ from localrt.server.conversations import FILE, described, open_conversation, own
 from localrt.server.dialect import Payload
 from localrt.server.errors import invalid, without_folders
 from localrt.server.messages import encoded
-from localrt.server.models import OneModel
 from localrt.server.request_schema import OBJECT, STRING, TEXT, Field, RequestSchema, required
 from localrt.server.service import service_of
 
@@ -53,7 +52,7 @@ def recommended(answers: Answers, request: Request, fields: Payload) -> Payload:
     """The models that this machine runs well, and whether the server can have several."""
     from localrt.planning.recommend import recommended  # brings numpy
 
-    several = not isinstance(service_of(request).models, OneModel)
+    several = service_of(request).models.several
     return {"data": [one.model.name for one in recommended()], "several": several}
 
 

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from localrt.api import Model
 from localrt.common.errors import OptionError
@@ -101,6 +101,9 @@ class ModelEntry:
 class Models(ABC):
     """The models of one server. To be used in its event loop, unless a method says otherwise."""
 
+    several: ClassVar[bool] = True
+    """Whether they are loaded and unloaded."""
+
     @abstractmethod
     def offered(self) -> Sequence[ModelEntry]:
         """Return all models; the first is the default for requests without a name."""
@@ -148,6 +151,8 @@ class Models(ABC):
 
 class OneModel(Models):
     """One model, which the caller closes; each of its adapters is a model too."""
+
+    several = False
 
     def __init__(self, model: Model, options: ServeOptions) -> None:
         self._model = model

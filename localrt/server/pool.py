@@ -315,6 +315,7 @@ class ModelPool(Models):
                         raise
                     self._evict(min(idle, key=lambda other: other.used))
         except LocalrtError as error:
+            slot.ctx = 0  # which may be why
             if not self._closing.is_set():
                 reason = without_folders(error.told(on_command_line))
                 self._say(f"could not load {slot.file.name}: {reason}")

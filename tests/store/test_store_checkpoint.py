@@ -101,6 +101,9 @@ def test_mix_of_formats(tmp_path: Path) -> None:
                 np.concatenate([restore(b) for b in each.blocks(name)]) for each in (source, store)
             )
             np.testing.assert_array_equal(ours, theirs)
+    edit_manifest(folder, quantization=[["loss", 1]], crc32=None)
+    with pytest.raises(CheckpointError, match="is malformed"):
+        open_checkpoint(folder)
 
 
 def test_leftover_of_writing(store: Path) -> None:

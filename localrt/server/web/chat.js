@@ -389,9 +389,9 @@ async function takeWay(item, name, ctx) {
   const asked = chat.items.slice(0, at).findLast((one) => one.role === "user");
   if (name === "oldest") {
     chat.about = await post(here(), { options: { ...chat.about.options, overflow: "drop_oldest" } });
-    await (item.text ? goOn(item) : again(item));
-  } else if (name === "longer") {
-    await (item.text ? goOn(item, { ctx }) : again(item, { ctx }));
+  }
+  if (name === "oldest" || name === "longer") {
+    await (item.text ? goOn : again)(item, ctx ? { ctx } : {});
   } else if (name === "summary") {
     const given = { ...askedOf($("model").value, asked.id), summary: true };
     await showBranch(async () => (await post(here("/answers"), given)).id);

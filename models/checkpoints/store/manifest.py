@@ -233,8 +233,9 @@ def _manifest(fields: _Fields) -> Manifest:
 
 
 def _quantization(values: Mapping[str, Any]) -> Quantization:
-    # Earlier versions also wrote the divergence that they had measured.
-    return Quantization(**{name: value for name, value in values.items() if name != "loss"})
+    known = {**values}
+    known.pop("loss", None)  # earlier versions also wrote the divergence that they had measured
+    return Quantization(**known)
 
 
 def _texts(fields: _Fields) -> Mapping[str, str]:
