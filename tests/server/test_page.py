@@ -78,6 +78,7 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
 
 def send(page: Any, text: str) -> None:
     """Send a message; the page then follows the answer to it."""
+    expect(page.locator("dialog[open]")).to_have_count(0)  # nothing else takes keys until then
     page.get_by_label("Message", exact=True).last.fill(text)
     page.keyboard.press("Enter")
     expect(page.locator("#send")).to_be_enabled()
