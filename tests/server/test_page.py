@@ -90,7 +90,8 @@ def answer(page: Any) -> Any:
 
 
 def ended(page: Any) -> Any:
-    """The last answer, once the page follows none."""
+    """The last answer, once no message is being sent and the page follows none."""
+    expect(page.locator("#send")).to_be_enabled()
     expect(page.locator("#stop")).to_be_hidden()
     return answer(page)
 
