@@ -83,7 +83,7 @@ def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> 
     """
     prompt = job["tokens"] if job["kind"] == "prompt" else 0
     decode = PEERS[peer][2].format_map(job) if job.get("behind") else f"-n {job['tokens'] - prompt}"
-    words = f"{setting} -p {prompt} {decode}"
+    words = f"{setting} -p {prompt} {decode}{' -ctk q8_0 -ctv q8_0' if job['kv'] else ''}"
     if prompt > 4096:  # llama.cpp's warm-up would process the whole prompt
         words += f" {PEERS[peer][1]}"
     try:
@@ -171,6 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, help="of shapes (default: as many as 6 GB hold)")
     parser.add_argument("--ik", type=Path, metavar="LLAMA_BENCH", help="of ik_llama.cpp")
     parser.add_argument("--llamacpp", type=Path, metavar="LLAMA_BENCH", help="of llama.cpp")
+    parser.add_argument("--int8-kv", action="store_true", help="keys and values of all in 8 bits")
     parser.add_argument("--only", type=command.listed(ROWS), default=ROWS, help=", ".join(ROWS))
     args = parser.parse_args(arguments)
     given = zip(PEERS, (args.ik, args.llamacpp), strict=True)
@@ -194,8 +195,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in map(ROWS.__getitem__, args.only):
                 if known not in row.models:
                     continue
-                name = f"{title}, {row.title}"
+                name = f"{title}, {row.title}{', KV in int8' if args.int8_kv else ''}"
                 test = {"kind": row.kind, "tokens": row.tokens, "repeats": row.repeats}
+                test |= {"kv": "int8" if args.int8_kv else None}
                 test |= {"behind": row.behind} if row.behind else {}
                 job = {**test, "model": str(path), "isa": args.isa, "threads": about["threads"]}
                 contestants: dict[str, Callable[[], Record]] = {

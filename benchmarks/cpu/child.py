@@ -33,7 +33,9 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     force_isa(job["isa"])
     job["behind"] = job.get("behind", 0)
     room = job["behind"] + job["tokens"] + 256
-    options = LoadOptions(engine="native", ctx=room, threads=job["threads"])
+    options = LoadOptions(
+        engine="native", ctx=room, threads=job["threads"], kv_format=job.get("kv")
+    )
     with closing(load_model(Path(job["model"]), options).engine) as engine:
         (ops,) = engine.weights.implementations
         kernels = implementation(ops, NativeOps)

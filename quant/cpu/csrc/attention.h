@@ -12,13 +12,64 @@ struct BlockResult {  // one query over one block; followed by the weighted sum 
     float peak, total;
 };
 
-// Keys or values that are widened to float32 once for many queries.
-struct Widened {
-    static constexpr int BYTES = 4;
-    static F16L load(const uint8_t* p) { return F16L::load((const float*)p); }
-};
+// Sums of products in float32; those of int8 keys and values, with 16-bit codes, are exact in 32 bits.
+inline F16L add_products(F16L a, F16L b, F16L sum) { return a.fma(b, sum); }
+inline I16 add_products(I16 a, I16 b, I16 sum) { return a.dot2(b, sum); }
+inline F16L as_floats(F16L x) { return x; }
+inline F16L as_floats(I16 x) { return F16L::from(x); }
+inline F16L as_words(F16L x) { return x; }
+inline F16L as_words(I16 x) { return F16L::bits(x); }
+template <class Lanes> inline Lanes broadcast(const float* word);
+template <> inline F16L broadcast(const float* word) { return F16L::set1_shared(word); }
+template <> inline I16 broadcast(const float* word) { return F16L::set1_shared(word).as_bits(); }
 
-thread_local Scratch widened, block_scores, block_values;
+// Keys or values that are widened to float32, or to pairs of 16-bit numbers, once for many queries.
+template <class Kind> struct Widened {
+    using Lanes = typename Kind::Lanes;
+    static constexpr int STEP = Kind::STEP, BYTES = 4 / STEP, SIXTEEN = 64;
+    static Lanes load(const uint8_t* p, size_t);
+};
+template <> inline F16L Widened<CachedBf16>::load(const uint8_t* p, size_t) { return F16L::load((const float*)p); }
+template <> inline I16 Widened<CachedInt8>::load(const uint8_t* p, size_t) { return I16::load(p); }
+
+thread_local Scratch widened, block_scores, block_values, query_codes;
+
+constexpr int CODES_SCALE = KEYS - 1;  // where the scale of scores is, behind their codes
+
+// Numbers as multiples of their scale, which is returned: NaN unless all are finite. `to` may be where they are. As many
+// products with 127 as there are codes fit 32 bits.
+inline float round_codes(const float* from, int count, int16_t* to) {
+    const float most_code = least(INT16_MAX, INT32_MAX / 127 / most(1, count));
+    F16L peak = F16L::zero(), sum = peak;
+    for (int i = 0; i < count; i += 16) {
+        const F16L x = F16L::load(from + i);
+        peak = peak.max(x).max(F16L::zero() - x);
+        sum = sum + x;
+    }
+    const float top = peak.highest(), nothing = sum16(sum) * 0.f;
+    const F16L inverse = F16L::set1(top > LEAST_PEAK ? most_code / top : 0.f);
+    for (int i = 0; i < count; i += 16) {
+        alignas(64) int32_t words[16];
+        int16_t halves[16];
+        F16L::bits((F16L::load(from + i) * inverse).rounded()).store((float*)words);
+        for (int j = 0; j < 16; j++) halves[j] = (int16_t)words[j];
+        __builtin_memcpy(to + i, halves, sizeof halves);
+    }
+    return top / most_code + nothing;
+}
+
+// Rounds the queries of a task for int8 keys.
+inline void round_queries(int n, Query* queries, int size) {
+    alignas(64) float q[2 * MAX_HEAD];
+    const int padded = (size + 15) / 16 * 16;
+    int16_t* codes = scratch<int16_t>(query_codes, (size_t)n * padded);
+    fill_floats(q + size, padded - size, 0.f);
+    for (int i = 0; i < n; i++, codes += padded) {
+        copy_floats(queries[i].q, size, q);
+        queries[i].scale = round_codes(q, padded, codes);
+        queries[i].codes = codes;
+    }
+}
 
 // Calls fn(index of the first, N) until it was called for `n` queries. N, how many registers hold at once, is a constant.
 template <class Fn> inline void by_queries(int n, Fn fn) {
@@ -48,51 +99,62 @@ inline void prefetch_share(const uint8_t* from, size_t stride, int lines, int i,
 // Scores of N queries with T tiles of 16 keys; with ADD, they are added to those that are there.
 template <class Kind, int N, int T, bool ADD = false>
 inline void score_tiles(const Query* queries, const uint8_t* keys, int size, float (*scores)[KEYS], int at) {
-    F16L sums[N][T];
-    for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t] = ADD ? F16L::load(scores[n] + at + 16 * t) : F16L::zero();
+    using Lanes = typename Kind::Lanes;
+    Lanes sums[N][T];
+    const float* words[N];
+    for (int n = 0; n < N; n++) {
+        words[n] = Kind::STEP == 2 ? (const float*)queries[n].codes : queries[n].q;
+        for (int t = 0; t < T; t++) {
+            sums[n][t] = Lanes::zero();
+            if constexpr (ADD) sums[n][t] = F16L::load(scores[n] + at + 16 * t);
+        }
+    }
     const size_t tile_bytes = (size_t)size * 16 * Kind::BYTES;
-    for (int e = 0; e < size; e++, keys += 16 * Kind::BYTES) {
+    for (int e = 0; e < size; e += Kind::STEP, keys += Kind::STEP * 16 * Kind::BYTES) {
         if (!ADD && N < QUERIES && e % (4 / Kind::BYTES) == 0)  // few queries are limited by memory: prefetch the next tiles
             for (int t = T; t < 2 * T; t++) __builtin_prefetch(keys + t * tile_bytes);
-        F16L k[T];
+        Lanes k[T];
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) k[t] = Kind::load(keys + t * tile_bytes);
+        for (int t = 0; t < T; t++) k[t] = Kind::load(keys + t * tile_bytes, 16 * Kind::BYTES);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-            const F16L q = F16L::set1_shared(queries[n].q + e);
+            const Lanes q = broadcast<Lanes>(words[n] + e / Kind::STEP);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; t++) sums[n][t] = k[t].fma(q, sums[n][t]);
+            for (int t = 0; t < T; t++) sums[n][t] = add_products(k[t], q, sums[n][t]);
         }
     }
     for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t].store(scores[n] + at + 16 * t);
+        for (int t = 0; t < T; t++) as_floats(sums[n][t]).store(scores[n] + at + 16 * t);
 }
 
 // Sixteen times T output elements of N queries, from element `e` on: scores times the values of `count` keys.
 template <class Kind, int N, int T>
 inline void weigh_values(float (*scores)[KEYS], const Sources& from, int e, int count, int size, float* out, size_t stride) {
-    F16L sums[N][T];
+    using Lanes = typename Kind::Lanes;
+    Lanes sums[N][T];
     for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t] = F16L::zero();
+        for (int t = 0; t < T; t++) sums[n][t] = Lanes::zero();
     const uint8_t* rows = from.old.v + (size_t)e * Kind::BYTES;
-    for (int i = 0; i < count; i++, rows += (size_t)size * Kind::BYTES) {
+    const size_t next = (size_t)size * Kind::BYTES;
+    for (int i = 0; i < count; i += Kind::STEP, rows += Kind::STEP * next) {
         if (i == from.split) rows = from.tail.v + ((size_t)i * size + e) * Kind::BYTES;
         if (N < QUERIES)
             for (int line = 0; line < 16 * T * Kind::BYTES; line += 64)
-                __builtin_prefetch(rows + (size_t)size * Kind::BYTES * 24 + line);
-        F16L v[T];
+                __builtin_prefetch(rows + next * 24 + line);
+        Lanes v[T];
 #pragma GCC unroll 8
-        for (int t = 0; t < T; t++) v[t] = Kind::load(rows + 16 * t * Kind::BYTES);
+        for (int t = 0; t < T; t++) v[t] = Kind::load(rows + t * Kind::SIXTEEN, next);
 #pragma GCC unroll 8
         for (int n = 0; n < N; n++) {
-            const F16L score = F16L::set1_shared(scores[n] + i);
+            const Lanes score = broadcast<Lanes>(scores[n] + i / Kind::STEP);
 #pragma GCC unroll 8
-            for (int t = 0; t < T; t++) sums[n][t] = v[t].fma(score, sums[n][t]);
+            for (int t = 0; t < T; t++) sums[n][t] = add_products(v[t], score, sums[n][t]);
         }
     }
-    for (int n = 0; n < N; n++)
-        for (int t = 0; t < T; t++) sums[n][t].store(out + n * stride + 16 * t);
+    for (int n = 0; n < N; n++) {
+        const F16L scale = F16L::set1(Kind::STEP == 2 ? scores[n][CODES_SCALE] : 1.f);
+        for (int t = 0; t < T; t++) (as_floats(sums[n][t]) * scale).store(out + n * stride + 16 * t);
+    }
 }
 
 // The low and the high nibbles of sixteen bytes of int4 codes.
@@ -212,9 +274,10 @@ inline void weigh_int4(const float (*scores)[KEYS], const Sources& from, int fir
         }
 }
 
-// Multiplies scores by the scales of int8 keys or values.
-inline void scale_scores(const uint8_t* scales, int from, int to, float* scores) {
-    for (int i = from; i < to; i += 16) (F16L::load(scores + i) * F16L::load((const float*)scales + i)).store(scores + i);
+// Multiplies scores by the scales of int8 keys or values, and one more.
+inline void scale_scores(const uint8_t* scales, int from, int to, float scale, float* scores) {
+    const F16L all = F16L::set1(scale);
+    for (int i = from; i < to; i += 16) (F16L::load(scores + i) * (F16L::load((const float*)scales + i) * all)).store(scores + i);
 }
 
 // Scores of `n` queries with a block's keys, whole tiles, in the same order for any number of queries or tiles at once.
@@ -240,10 +303,11 @@ inline void score_block(int n, const Query* queries, int size, const Piece& piec
             constexpr int T = decltype(tiles)::value;
             float* keys = scratch<float>(widened, T * 16 * (size_t)size);
             const uint8_t *now = piece.k + (size_t)at * size * Kind::BYTES, *next = now + (size_t)T * 16 * size * Kind::BYTES;
-            for (int i = 0; i < T * 16 * size; i += 16) Kind::load(now + i * Kind::BYTES).store(keys + i);
+            for (int i = 0; i < T * 16 * size; i += 16 * Kind::STEP)
+                as_words(Kind::load(now + i * Kind::BYTES, 16 * Kind::BYTES)).store(keys + i / Kind::STEP);
             by_queries(n, [&](int i, auto count) {
                 prefetch_share(next, 64, (int)((next - now) / 64), i, count, n);
-                score_tiles<Widened, decltype(count)::value, T>(queries + i, (const uint8_t*)keys, size, scores + i, at);
+                score_tiles<Widened<Kind>, decltype(count)::value, T>(queries + i, (const uint8_t*)keys, size, scores + i, at);
             });
         });
     } else {
@@ -257,7 +321,7 @@ inline void score_block(int n, const Query* queries, int size, const Piece& piec
         });
     }
     if constexpr (std::is_same<Kind, CachedInt8>::value)
-        for (int i = 0; i < n; i++) scale_scores(piece.k_scale, from, to, scores[i]);
+        for (int i = 0; i < n; i++) scale_scores(piece.k_scale, from, to, queries[i].scale, scores[i]);
 }
 
 // Contribution of the keys' bias to a block's scores.
@@ -273,7 +337,7 @@ inline void add_bias(const Query* queries, const Cached& cached, int block, int 
     const int size = 2 * bias.half;
     by_sixteens<least(4, most(1, ATTENTION_SUMS / N))>(0, 16 * tiles, [&](int at, auto some) {
         const auto* turns = (const uint8_t*)(bias.near_turns + (size_t)at * size);
-        score_tiles<Widened, N, decltype(some)::value, true>(turned, turns, size, scores, at);
+        score_tiles<Widened<CachedBf16>, N, decltype(some)::value, true>(turned, turns, size, scores, at);
     });
 }
 
@@ -342,10 +406,10 @@ inline void weigh_block(int n, const Query* queries, const Sources& from, int st
             constexpr int T = decltype(sixteens)::value;
             float* values = scratch<float>(widened, KEYS * 16 * T);
             const int keys = keys_of(0, n);
-            for (int i = 0; i < keys; i++)
+            for (int i = 0; i < keys; i += Kind::STEP)
                 for (int t = 0; t < T; t++) {
                     const uint8_t* v = (i < from.split ? from.old : from.tail).v + ((size_t)i * size + e + 16 * t) * Kind::BYTES;
-                    Kind::load(v).store(values + (i * T + t) * 16);
+                    as_words(Kind::load(v, (size_t)size * Kind::BYTES)).store(values + (i / Kind::STEP * T + t) * 16);
                 }
             Sources wide = from;
             wide.old.v = (uint8_t*)values;
@@ -354,7 +418,7 @@ inline void weigh_block(int n, const Query* queries, const Sources& from, int st
             by_queries(n, [&](int i, auto count) {
                 constexpr int N = decltype(count)::value;
                 prefetch_share(next, (size_t)size * Kind::BYTES, keys, i, N, n);
-                weigh_values<Widened, N, T>(scores + i, wide, 0, keys_of(i, N), 16 * T, out + i * stride + e - first, stride);
+                weigh_values<Widened<Kind>, N, T>(scores + i, wide, 0, keys_of(i, N), 16 * T, out + i * stride + e - first, stride);
             });
         });
     } else {
@@ -382,8 +446,9 @@ inline void attend_block(int n, const Query* queries, const Cached& cached, cons
     for (int i = 0; i < n; i++) {
         results[i] = weigh_scores(queries[i], start, keys / 16, cached.args.softcap, scores[i]);
         if constexpr (std::is_same<Kind, CachedInt8>::value) {
-            scale_scores(from.old.v_scale, 0, split, scores[i]);
-            scale_scores(from.tail.v_scale, split, keys, scores[i]);
+            scale_scores(from.old.v_scale, 0, split, 1.f, scores[i]);
+            scale_scores(from.tail.v_scale, split, keys, 1.f, scores[i]);
+            scores[i][CODES_SCALE] = round_codes(scores[i], keys, (int16_t*)scores[i]);
         }
     }
     weigh_block<Kind>(n, queries, from, start, first, size, scores, values, stride);
@@ -486,6 +551,7 @@ struct Attending {
         const Cached cached(span, args, group, first_row);
         Query list[MOST_QUERIES];
         for (int i = 0; i < n; i++) list[i] = describe(group, begin + i);
+        if (span.format == KV_INT8) round_queries(n, list, size);
         partials.run(first, piece, list, n, blocks, tree, [&](int block, int i, int count, BlockResult* results, float* to) {
             const Sources from = tree.sources(cached, block, list[i].row);
             if (span.format == KV_BF16) attend_block<CachedBf16>(count, list + i, cached, from, block, 0, results, to, size);

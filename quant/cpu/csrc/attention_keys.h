@@ -8,6 +8,8 @@ struct Query {
     const float* q;   // (E), already scaled
     int first, last;  // attends to keys [first, last)
     int row;          // row of the span
+    const int16_t* codes = nullptr;  // for int8 keys: q is `scale` times these
+    float scale = 1.f;
 
     bool sees(int key) const { return key >= first && key < last; }
     bool sees_all(int from, int to) const { return from >= first && to <= last; }

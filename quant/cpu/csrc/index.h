@@ -48,7 +48,7 @@ inline void read_value(const Span& span, int slot, int size, float* out) {
     } else if (span.format == KV_INT8) {
         const F16L scale = F16L::set1(((const float*)piece.v_scale)[at]);
         const uint8_t* values = piece.v + (size_t)at * size;
-        for (int e = 0; e < size; e += 16) (CachedInt8::load(values + e) * scale).store(out + e);
+        for (int e = 0; e < size; e += 16) (F16L::from(I16::load_i8(values + e)) * scale).store(out + e);
     } else {
         const int chunks = chunks_of(size);
         for (int e = 0; e < size; e++) {

@@ -11,13 +11,16 @@ constexpr int CHUNK = 32;      // int4: elements that share a scale
 
 // bf16: keys (16, E, 16), values (256, E).
 struct CachedBf16 {
-    static constexpr int BYTES = 2;
-    static F16L load(const uint8_t* p) { return F16L::load_bf16(p); }
+    using Lanes = F16L;
+    static constexpr int BYTES = 2, STEP = 1, SIXTEEN = 32;  // SIXTEEN: bytes to the next lanes of a value
+    static F16L load(const uint8_t* p, size_t) { return F16L::load_bf16(p); }
 };
 // int8: the same, then float32 scales (256) of the keys and of the values.
 struct CachedInt8 {
-    static constexpr int BYTES = 1;
-    static F16L load(const uint8_t* p) { return F16L::from(I16::load_i8(p)); }
+    using Lanes = I16;
+    static constexpr int BYTES = 1, STEP = 2, SIXTEEN = 16;
+    // Lanes of two 16-bit halves, the second of them `next` bytes further.
+    static I16 load(const uint8_t* p, size_t next) { return (I16::load_i8(p) & I16::set1(0xFFFF)) | I16::load_i8(p + next).shl(16); }
 };
 // int4, in C chunks of 32 elements, the last of which may be half full. Byte j of values (256, C, 16) holds elements j
 // and j + 16. In keys (16 tiles, C, 384), line j of a chunk's first 256 bytes, (16, 16), does too. Keys have six bits:

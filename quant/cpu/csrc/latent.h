@@ -207,6 +207,7 @@ struct AttendingLatents {
             const int row = begin + (from_query + i) / args.heads;
             list[i] = {q + (size_t)(from_query + i) * size, 0, tree.last(row), row};
         }
+        if (span.format == KV_ROWS_INT8) round_queries(n, list, size);
         partials.run(from_query, piece, list, n, blocks, tree, [&](int block, int i, int count, BlockResult* results, float* to) {
             const int row = list[i + count - 1].row;  // the last row attends to the most
             if (tree.last(row) <= block * KEYS) {
