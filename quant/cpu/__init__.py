@@ -53,8 +53,10 @@ in 4, because keys lose several times as much in the same bits. Quantized keys a
 times a Hadamard matrix, which spreads a head's few large numbers over all of them. Queries are
 rotated too, and the result of attention is rotated back, so only the rounding changes. Quantized
 keys are stored without the bias of their projection: it is large, the same for all tokens, and
-would set the scale. Attention adds it back. A cache maps its whole capacity and takes memory as it
-is written. Layers may live on the SSD (``offload/kv``) and are loaded before their attention.
+would set the scale. Attention adds it back. int8 keys and values are multiplied in pairs, with
+queries and attention weights of 16 bits: exact sums in 32 bits, at twice the rate of float32. A
+cache maps its whole capacity and takes memory as it is written. Layers may live on the SSD
+(``offload/kv``) and are loaded before their attention.
 
 Decode steps. Python between the kernels costs more than it seems: the caches are full of weights.
 ``replay.py`` records the calls of a model's first decode step and repeats them with another token,
