@@ -67,6 +67,8 @@ def visit(browser: Any, talking: Running) -> Iterator[Callable[..., Any]]:
 
     yield visit
     for context in contexts:
+        for page in context.pages:
+            page.unroute_all(behavior="ignoreErrors")  # requests that are held back now
         context.close()
     paths = r"$|v1/(models(/\w+)?$|documents$|conversations|tools\?|presets$|options$|recommended$)"
     paths += r"|api/(pull|generate)$"
