@@ -83,7 +83,7 @@ def run_peer(peer: str, program: Path, setting: str, job: Mapping[str, Any]) -> 
     """
     prompt = job["tokens"] if job["kind"] == "prompt" else 0
     decode = PEERS[peer][2].format_map(job) if job.get("behind") else f"-n {job['tokens'] - prompt}"
-    words = f"{setting} -p {prompt} {decode}{' -ctk q8_0 -ctv q8_0' if job['kv'] else ''}"
+    words = f"{setting} -p {prompt} {decode}{' -ctk q8_0 -ctv q8_0' if job.get('kv') else ''}"
     if prompt > 4096:  # llama.cpp's warm-up would process the whole prompt
         words += f" {PEERS[peer][1]}"
     try:
@@ -197,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 name = f"{title}, {row.title}{', KV in int8' if args.int8_kv else ''}"
                 test = {"kind": row.kind, "tokens": row.tokens, "repeats": row.repeats}
-                test |= {"kv": "int8" if args.int8_kv else None}
+                test |= {"kv": "int8"} if args.int8_kv else {}
                 test |= {"behind": row.behind} if row.behind else {}
                 job = {**test, "model": str(path), "isa": args.isa, "threads": about["threads"]}
                 contestants: dict[str, Callable[[], Record]] = {

@@ -54,7 +54,7 @@ times a Hadamard matrix, which spreads a head's few large numbers over all of th
 rotated too, and the result of attention is rotated back, so only the rounding changes. Quantized
 keys are stored without the bias of their projection: it is large, the same for all tokens, and
 would set the scale. Attention adds it back. int8 keys and values are multiplied in pairs, with
-queries and attention weights of 16 bits: exact sums in 32 bits, at twice the rate of float32. A
+queries and attention weights of 16 bits: exact sums in 32 bits, at up to twice float32's rate. A
 cache maps its whole capacity and takes memory as it is written. Layers may live on the SSD
 (``offload/kv``) and are loaded before their attention.
 
