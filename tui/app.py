@@ -41,7 +41,7 @@ from localrt.tui.conversation.generation import BackgroundTask, loading
 from localrt.tui.conversation.state import ChatState
 from localrt.tui.keys import KEYS, Key, bindings, chosen_keys, rebound
 from localrt.tui.preferences import PreferencesFile
-from localrt.tui.screens.dialogs import SMALLEST, Confirm, HelpScreen, Palette, TooSmall, ask
+from localrt.tui.screens.dialogs import SMALLEST, Ask, Confirm, HelpScreen, Palette, TooSmall, ask
 from localrt.tui.terminal import copied_by_tool, write_report
 from localrt.tui.text import clean, explained, one_line, pasted, short_name
 from localrt.tui.themes import WithoutColor, WithoutControls, offered, register
@@ -64,7 +64,8 @@ def run_chat(load: Callable[[ProgressCallback], ChatModel], **arguments: Any) ->
     """
     settings = Settings.from_environment()
     toolbox = Toolbox.open(settings.config_dir)
-    arguments |= {"history": History, "config": settings.config_dir, "data": settings.data_dir}
+    history = partial(History, patient=True)
+    arguments |= {"history": history, "config": settings.config_dir, "data": settings.data_dir}
     app = ChatApp(load, graphics=_graphics(), toolbox=toolbox, **arguments)
     spare_collector()
     try:
@@ -159,15 +160,13 @@ class ChatApp(App[None]):
         self._model_before: str | None = None  # the model loaded before
         self._next_model: str | None = None  # chosen while another was loading
         self._ticker: Timer | None = None
-        self._asked_to_leave = False
+        self._asked_to_leave: Ask | None = None
         self._copying = asyncio.Lock()
         self.state = ChatState(
             history,
             model=short_name(model_name),
             system=system,
             options=options,
-            on_problem=lambda line: self.chat.say(line, "error"),
-            on_moved=lambda numbers: self.chat.queue.renumber(numbers),
             on_left=lambda session: self.chat.park(session),
             defaults=Defaults(self._preferred.system, self._preferred.options),
             presets=PresetsFile(config),
@@ -476,18 +475,20 @@ class ChatApp(App[None]):
     # -- leaving ---------------------------------------------------------------------------------
 
     async def action_quit(self) -> None:
-        """Quit, stopping a running answer; with an unsaved conversation, only at the second try."""
-        conversation = self.state.conversation
-        asked, self._asked_to_leave = self._asked_to_leave, True
-        answering = self.chat.queue.answering
+        """Quit, stopping a running answer. What is not saved is asked for: it can be written to
+        another folder, or given up.
+        """
         self.chat.keep_draft()
-        if conversation.unsaved and not asked and not answering and not conversation.save():
-            self.chat.say(
-                "This conversation is not on disk yet: /export PATH saves it elsewhere, "
-                "quitting again leaves it",
-                "error",
-            )
-        elif self.failure is None:
+        problem = await asyncio.to_thread(self.state.unsaved)
+        if problem and not (self._asked_to_leave is not None and self._asked_to_leave.is_current):
+            question = f"{problem}. Name a folder to write them to; quitting again gives them up."
+            self._asked_to_leave = Ask(clean(question), check=self.state.write_unsaved)
+            ask(self.chat, self._asked_to_leave, lambda folder: self._leave())
+        else:
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.failure is None:
             self.exit()
         else:
             self.exit(return_code=1)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -244,7 +245,8 @@ def run_plain(
     """Chat on stdin and stdout until the end of input; for arguments see ``run_chat``."""
     config = Settings.from_environment().config_dir
     toolbox = Toolbox.open(config)
-    arguments |= {"history": History, "config": config, "toolbox": toolbox}
+    history = partial(History, patient=True)
+    arguments |= {"history": history, "config": config, "toolbox": toolbox}
     try:
         chat = PlainChat(sys.stdin, sys.stdout, **arguments)
         return chat.run(load, chat_path=chat_path, resume=resume)
@@ -279,7 +281,6 @@ class PlainChat:
             model=short_name(model_name),
             system=system,
             options=options,
-            on_problem=self.say,
             defaults=defaults,
             presets=PresetsFile(config),
             toolbox=toolbox,
@@ -316,12 +317,30 @@ class PlainChat:
                 if line is None:
                     break
                 self._take(line)
+                self._tell_news()
+            self._save_rest()
         finally:
             if self.state.session is not None:
                 self.state.session.leave()
             model.close()
             self.state.close()
         return 0
+
+    def _tell_news(self) -> None:
+        if line := self.state.news():
+            self.say(line)
+
+    def _save_rest(self) -> None:
+        """Ask where to write what is not saved."""
+        while problem := self.state.unsaved():
+            self.say(f"{problem}. Name a folder to write them to; an empty line gives them up:")
+            folder = self._source.readline().strip()
+            if not folder:
+                break
+            try:
+                self.say(self.state.write_unsaved(folder))
+            except LocalrtError as error:
+                self.say(f"Error: {one_line(error)}")
 
     def say(self, text: str) -> None:
         print(clean(spelled(text, in_app)), file=self._out, flush=True)
@@ -470,8 +489,8 @@ class PlainChat:
         conversation = self.state.conversation
         if conversation.prompt_line:
             self.say(f"{conversation.prompt_line} (/system shows it)")
-        if conversation.draft:
-            self.say(f"Not sent yet: {conversation.draft}")
+        if draft := conversation.take_draft():
+            self.say(f"Not sent yet: {draft}")
 
     def _do_list(self, search: str) -> None:
         self._last_list = self.state.list(search)[:30]

@@ -3,10 +3,9 @@
 Knows texts and pictures, neither models nor KV caches.
 """
 
+from localrt.history.answer_writer import AnswerWriter
 from localrt.history.conversation import Conversation, Turn
-from localrt.history.database import AnswerWriter
-from localrt.history.history import ConversationInfo, History
-from localrt.history.importing import LoadedFile
+from localrt.history.history import ConversationInfo, History, LoadedFile
 from localrt.history.pictures import KeptPicture
 
 __all__ = [

@@ -9,29 +9,33 @@ from __future__ import annotations
 
 import json
 import sqlite3
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from localrt.chat_format.thinking import CLOSE, OPEN, parted
 from localrt.common.errors import OptionError, StorageError
-from localrt.common.processes import is_alive, own_name
+from localrt.common.processes import is_alive
 from localrt.engine.types import Message
-from localrt.history.database import AnswerWriter, Database, erase, insert, keep_aside, settle_cut
-from localrt.history.pictures import (
-    KeptPicture,
-    joined_content,
-    keep_pictures,
-    split_content,
-    split_info,
-    stored_info,
+from localrt.history.answer_writer import AnswerWriter
+from localrt.history.database import GoneError
+from localrt.history.operations import (
+    Add,
+    KeepDraft,
+    Operation,
+    Remove,
+    Reopen,
+    Set,
+    Show,
+    TakeDrafts,
+    TurnData,
 )
+from localrt.history.outbox import Outbox, Rows
+from localrt.history.pictures import KeptPicture, joined_content, split_content, split_info
 
-_ROW = "SELECT * FROM conversation LEFT JOIN aside ON conversation = id WHERE id = ?"
 _ROLES = ("user", "assistant", "tool")
-_TITLE_LENGTH = 60
+_FACTS = ("title", "model", "system", "options", "pinned")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +72,16 @@ class Turn:
 
 
 class Conversation:
-    """From ``History.new`` or ``History.open``. Safe for several threads and several apps."""
+    """From ``History.new`` or ``History.open``. Safe for several threads and several apps.
 
-    def __init__(self, database: Database, id: str) -> None:
-        self._database = database
+    A change that the file does not take now waits, and is shown as if it were made
+    (``History.problem``). What another app has deleted cannot be changed: ``StorageError``.
+    """
+
+    def __init__(self, outbox: Outbox, id: str) -> None:
+        self._outbox = outbox
         self.id = id
+        self._seen: Rows | None = None  # its rows when they were last read
         self._row()
 
     # -- title, model, options ---------------------------------------------------------------------
@@ -112,40 +121,58 @@ class Conversation:
     @property
     def pinned(self) -> bool:
         """Whether it is listed before others."""
-        return self._row()["pinned"] is not None
+        rows = self._rows("SELECT pinned FROM aside WHERE conversation = ?", self.id)
+        return any(row["pinned"] is not None for row in rows)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether all of it is in the file, and no app has deleted it."""
+        return self._outbox.is_kept(self.id)
 
     @property
     def draft(self) -> str:
-        """The message that the user has not sent yet."""
-        return str(self._row()["draft"] or "")
+        """The message that this process keeps with ``keep_draft``."""
+        query = "SELECT text FROM draft WHERE conversation = ? AND writer = ?"
+        return "".join(row["text"] for row in self._rows(query, self.id, self._outbox.window))
+
+    def take_draft(self) -> str:
+        """The message that was not sent: this process's, and those of apps that have ended, which
+        are this process's from now on.
+        """
+        with suppress(StorageError):
+            self._submit(TakeDrafts(conversation=self.id, writer=self._outbox.window))
+        return self.draft
 
     def keep_draft(self, text: str) -> None:
         """Keep a message that is not sent yet, ``""`` for none, so that it outlives this process.
 
         For each pause in typing: it neither waits for the disk nor fails.
         """
-        writer = own_name() if text else None
-        with suppress(StorageError), self._database.transaction(sync=False) as connection:
-            keep_aside(connection, self.id, draft=text, writer=writer)
+        draft = KeepDraft(conversation=self.id, writer=self._outbox.window, text=text)
+        self._outbox.keep(draft, self._seen)
 
     def set(self, **changes: Any) -> None:
-        """Change ``title``, ``model``, ``system``, ``options`` or ``pinned``."""
-        unknown = set(changes) - {"title", "model", "system", "options", "pinned"}
-        if unknown:
+        """Change ``title``, ``model``, ``system``, ``options`` or ``pinned``.
+
+        Only what differs is written: of ``options``, each one alone.
+        """
+        if unknown := set(changes) - set(_FACTS):
             raise OptionError(f"a conversation has no {', '.join(sorted(unknown))}")
-        if "options" in changes:
-            changes["options"] = json.dumps(changes["options"])
-        with self._database.transaction() as connection:
-            if "pinned" in changes:
-                pinned = time.time() if changes.pop("pinned") else None
-                keep_aside(connection, self.id, pinned=pinned)
-            if not changes:
-                return
-            names = ", ".join(f"{name} = ?" for name in changes)
-            connection.execute(
-                f"UPDATE conversation SET {names} WHERE id = ?",  # names are those above
-                (*changes.values(), self.id),
-            )
+        row, pinned = self._row(), changes.pop("pinned", None)
+        options: dict[str, Any] = {}
+        if (given := changes.pop("options", None)) is not None:
+            options = {**dict.fromkeys(self.options), **json.loads(json.dumps(given))}
+        options = {
+            name: value for name, value in options.items() if self.options.get(name) != value
+        }
+        facts = {name: value for name, value in changes.items() if row[name] != value}
+        if facts or options or pinned is not None:
+            self._submit(Set(conversation=self.id, facts=facts, options=options, pinned=pinned))
+
+    def change_options(self, changes: Mapping[str, Any]) -> None:
+        """Change some of the ``options``; None goes back to the default."""
+        if changes:
+            self._submit(Set(conversation=self.id, options=json.loads(json.dumps(dict(changes)))))
 
     # -- turns -----------------------------------------------------------------------------------
 
@@ -163,17 +190,27 @@ class Conversation:
         """
         rows, siblings = self._tree()
         if number not in rows:
-            raise StorageError(f"the conversation has no turn {number}")
-        shown, parent = _path(number, rows), rows[number]["parent"]
+            raise GoneError(f"the conversation has no turn {number}: it may have been removed")
+        above, parent = list[sqlite3.Row](), rows[number]["parent"]
         while parent is not None:
-            shown.insert(0, rows[parent])
+            above.append(rows[parent])
             parent = rows[parent]["parent"]
+        shown = [*reversed(above), *_path(number, rows)]
         return tuple(self._turn(row, siblings[row["parent"]]) for row in shown)
+
+    def tree(self) -> Iterator[tuple[Turn, int | None]]:
+        """Yield the turns of all branches, each with the number of the one before, if any."""
+        rows, siblings = self._tree()
+        waiting = siblings.get(None, [])[::-1]
+        while waiting:
+            row = rows[waiting.pop()]
+            yield self._turn(row, siblings[row["parent"]]), row["parent"]
+            waiting += siblings.get(row["id"], [])[::-1]
 
     @property
     def version(self) -> int:
         """A number that changes when another app writes to the file."""
-        return int(self._database.rows("PRAGMA data_version")[0][0])
+        return self._outbox.database.version
 
     @property
     def messages(self) -> list[Message]:
@@ -200,9 +237,7 @@ class Conversation:
             OptionError: a part is no text and no picture, or a picture is larger than 32 MB.
         """
         text, pictures = split_content(content)
-        with self._database.transaction() as connection:
-            number = self._insert(connection, role, text, after, "done", info or {}, pictures)
-        return self.turn(number)
+        return self.turn(self._add(role, text, after, info=info or {}, pictures=pictures))
 
     def answer(
         self,
@@ -214,9 +249,9 @@ class Conversation:
         """Begin a turn of the assistant, or the result of a ``"tool"``, that is written
         incrementally; use it as a context manager. ``info`` is the turn's initial ``info``.
         """
-        with self._database.transaction() as connection:
-            number = self._insert(connection, role, "", after, "writing", info or {})
-        return AnswerWriter(self._database, self.id, number)
+        how: dict[str, Any] = {"state": "writing", "writer": self._outbox.window}
+        number = self._add(role, "", after, info=info or {}, **how)
+        return AnswerWriter(self._outbox, self.id, number, self._seen)
 
     def edit_answer(self, number: int, text: str) -> Turn:
         """Add an answer with this text beside answer ``number``, whose thoughts it keeps.
@@ -227,7 +262,7 @@ class Conversation:
         old = self._answered(number, "edited")
         thought = parted(old.content).thinking
         content = f"{OPEN}{thought}{CLOSE}\n\n{text}" if thought else text
-        parent = self._tree("id, parent")[0][number]["parent"]
+        parent = self._rows("SELECT parent FROM turn WHERE id = ?", number)[0]["parent"]
         return self.add("assistant", content, after=parent or 0, info={"edited": True})
 
     def reopen(self, number: int) -> AnswerWriter:
@@ -239,49 +274,31 @@ class Conversation:
             OptionError: it is no answer, calls tools, is empty, being written or finished, or turns
             follow.
         """
-        with self._database.transaction() as connection:
-            settle_cut(connection)
-            old = self._answered(number, "continued")
-            followed = "SELECT 1 FROM turn WHERE parent = ?"
-            if old.state == "writing" or connection.execute(followed, (number,)).fetchone():
-                raise OptionError("only the last answer of a branch can be continued")
-            if not old.content:
-                raise OptionError("nothing of this answer was kept: answer the question again")
-            ended = old.state == "done" and old.info.get("finish_reason") == "stop"
-            if ended and not old.info.get("edited") and "stop" not in self.options:
-                raise OptionError("the answer is finished: edit it, or answer the question again")
-            change = "UPDATE turn SET state = 'writing', writer = ? WHERE id = ?"
-            connection.execute(change, (own_name(), number))
-            self._touch(connection)
-        return AnswerWriter(self._database, self.id, number, before=old.state)
+        old = self._answered(number, "continued")
+        if old.state == "writing" or self._rows("SELECT 1 FROM turn WHERE parent = ?", number):
+            raise OptionError("only the last answer of a branch can be continued")
+        if not old.content:
+            raise OptionError("nothing of this answer was kept: answer the question again")
+        ended = old.state == "done" and old.info.get("finish_reason") == "stop"
+        if ended and not old.info.get("edited") and "stop" not in self.options:
+            raise OptionError("the answer is finished: edit it, or answer the question again")
+        self._submit(Reopen(conversation=self.id, turn=number, writer=self._outbox.window))
+        return AnswerWriter(self._outbox, self.id, number, self._seen, before=old.state)
 
-    def remove(self, number: int) -> None:
+    def remove(self, number: int, *, sweep: bool = True) -> None:
         """Remove a turn and what follows it, with their words in the search index and saved KV
-        caches. The latest of its alternatives is shown instead.
+        caches. The latest of its alternatives is shown instead. Without ``sweep``, the index and
+        the caches stay: for a message that no model has read.
         """
-        rows, _ = self._tree()
-        if number not in rows:
-            raise StorageError(f"the conversation has no turn {number}")
-        removed = {number}
-        for row in rows.values():  # a turn's number is higher than its parent's
-            removed |= {row["id"]} if row["parent"] in removed else set()
-        kept = {row["content"] for row in rows.values() if row["id"] not in removed}
-        said = [dict(rows[each]) for each in removed if rows[each]["content"] not in kept]
-        above = rows.get(rows[number]["parent"])
-        if rows[number]["role"] != "user" and above is not None:
-            said.append(dict(above))  # the caches that hold an answer are found by its question
-        if self.title == title_of(rows[number]["content"]):
-            starts = [row for row in rows.values() if row["parent"] is None]
-            left = ["", *(row["content"] for row in starts if row["id"] not in removed)]
-            self.set(title=title_of(left[-1]))
-        erase(self._database, lambda _: withdraw(self, number), said, rows[number]["created"])
+        self._submit(Remove(conversation=self.id, turn=number, sweep=sweep))
+        if sweep:
+            self._outbox.pay()
 
     def turn(self, number: int) -> Turn:
         """One turn, shown or not."""
-        query = "SELECT * FROM turn WHERE conversation = ? AND id = ?"
-        rows = self._database.rows(query, (self.id, number))
+        rows = self._rows("SELECT * FROM turn WHERE conversation = ? AND id = ?", self.id, number)
         if not rows:
-            raise StorageError(f"the conversation has no turn {number}")
+            raise GoneError(f"the conversation has no turn {number}: it may have been removed")
         return self._turn(rows[0], self.siblings(number))
 
     def siblings(self, number: int) -> tuple[int, ...]:
@@ -289,32 +306,41 @@ class Conversation:
         query = """
             SELECT each.id FROM turn JOIN turn each
             ON each.conversation = turn.conversation AND each.parent IS turn.parent
-            WHERE turn.conversation = ? AND turn.id = ? ORDER BY each.id
+            WHERE turn.conversation = ? AND turn.id = ? ORDER BY each.created, each.id
         """
-        return tuple(row["id"] for row in self._database.rows(query, (self.id, number)))
+        return tuple(row["id"] for row in self._rows(query, self.id, number))
 
     def show(self, number: int) -> None:
         """Show the branch through turn ``number``, continued by the turns shown last."""
-        with self._database.transaction() as connection:
-            self._show(connection, number)
+        self._submit(Show(conversation=self.id, turn=number))
 
     # -- parts -----------------------------------------------------------------------------------
 
+    def _rows(self, query: str, *values: object) -> list[sqlite3.Row]:
+        return self._outbox.rows(self.id, query, values, self._seen)
+
+    def _submit(self, operation: Operation) -> None:
+        self._outbox.submit(operation, self._seen)
+
     def _row(self) -> sqlite3.Row:
-        rows = self._database.rows(_ROW, (self.id,))
+        rows = self._read("conversation", "SELECT * FROM conversation WHERE id = ?")
         if not rows:
-            raise StorageError("this conversation was deleted")
+            raise GoneError("this conversation was deleted")
         return rows[0]
 
-    def _tree(
-        self, columns: str = "*"
-    ) -> tuple[dict[int, sqlite3.Row], dict[int | None, list[int]]]:
+    def _read(self, table: str, query: str) -> list[sqlite3.Row]:
+        """All rows of a table, which are kept for when the file cannot be read."""
+        waits = self._outbox.waits(self.id)
+        rows = self._rows(query, self.id)
+        if rows and not (waits or self._outbox.waits(self.id)):
+            self._seen = {**(self._seen or {}), table: rows}
+        return rows
+
+    def _tree(self) -> tuple[dict[int, sqlite3.Row], dict[int | None, list[int]]]:
         """All turns by number, and by parent the numbers of its alternatives, oldest first."""
-        rows = self._database.rows(
-            f"SELECT {columns} FROM turn WHERE conversation = ? ORDER BY id", (self.id,)
-        )
+        rows = self._read("turn", "SELECT * FROM turn WHERE conversation = ?")
         siblings: dict[int | None, list[int]] = {}
-        for row in rows:
+        for row in sorted(rows, key=lambda row: (row["created"], row["id"])):
             siblings.setdefault(row["parent"], []).append(row["id"])
         return {row["id"]: row for row in rows}, siblings
 
@@ -322,8 +348,7 @@ class Conversation:
         content, state = row["content"], row["state"]
         if state == "writing":
             state = "writing" if is_alive(row["writer"]) else "cut"
-            saved = "SELECT text FROM piece WHERE turn = ? ORDER BY id"
-            pieces = self._database.rows(saved, (row["id"],))
+            pieces = self._rows("SELECT text FROM piece WHERE turn = ? ORDER BY id", row["id"])
             content = "".join(piece["text"] for piece in pieces) or content
         info, pictures = split_info(row["info"], len(content), self._picture)
         branch, branches = 1 + siblings.index(row["id"]), len(siblings)
@@ -337,80 +362,27 @@ class Conversation:
             raise OptionError(f"only an answer that calls no tools can be {done}")
         return turn
 
-    def _touch(self, connection: sqlite3.Connection) -> None:
-        query = "UPDATE conversation SET updated = ? WHERE id = ?"
-        connection.execute(query, (time.time(), self.id))
-
     def _picture(self, digest: str) -> bytes:
-        rows = self._database.rows("SELECT data FROM picture WHERE digest = ?", (digest,))
+        query = "SELECT data FROM picture WHERE digest = ?"
+        rows = self._rows(query, digest) or self._outbox.database.rows(query, (digest,))
         if not rows:
             raise StorageError("this picture is not in the history any more")
         return bytes(rows[0]["data"])
 
-    def _insert(
-        self,
-        connection: sqlite3.Connection,
-        role: str,
-        content: str,
-        after: int | None,
-        state: str,
-        info: Mapping[str, Any],
-        pictures: Sequence[KeptPicture] = (),
-    ) -> int:
+    def _add(self, role: str, content: str, after: int | None, **how: Any) -> int:
+        """Add a turn; return its number."""
         if role not in _ROLES:
             raise OptionError(f"a turn is of {', '.join(_ROLES)}, not {role!r}")
-        settle_cut(connection)
-        row = self._row()
-        rows, _ = self._tree("id, parent, next")
-        parent: int | None = after or None
+        parent = after or None
         if after is None:
-            parent = next((last["id"] for last in reversed(_path(row["first"], rows))), None)
-        elif parent is not None and parent not in rows:
-            raise StorageError(f"the conversation has no turn {parent}")
-        now = time.time()
-        place = {"conversation": self.id, "parent": parent, "created": now}
-        writer = own_name() if state == "writing" else None
-        values = {"state": state, "writer": writer, "info": stored_info(info, pictures)}
-        number = insert(connection, "turn", **place, role=role, content=content, **values)
-        keep_pictures(connection, number, pictures)
-        parents = {each["id"]: each["parent"] for each in rows.values()}
-        self._show(connection, number, parents | {number: parent})
-        title = row["title"] or title_of(content) or "".join(each.name for each in pictures[:1])
-        connection.execute(
-            "UPDATE conversation SET updated = ?, title = ? WHERE id = ?", (now, title, self.id)
-        )
-        return number
-
-    def _show(
-        self,
-        connection: sqlite3.Connection,
-        number: int,
-        parents: Mapping[int, int | None] | None = None,
-    ) -> None:
-        """Make every ancestor of turn ``number`` point towards it. ``parents``: of all turns."""
-        if parents is None:
-            parents = {row["id"]: row["parent"] for row in self._tree("id, parent")[0].values()}
-        if number not in parents:
-            raise StorageError(f"the conversation has no turn {number}")
-        while (parent := parents[number]) is not None:
-            connection.execute("UPDATE turn SET next = ? WHERE id = ?", (number, parent))
-            number = parent
-        connection.execute("UPDATE conversation SET first = ? WHERE id = ?", (number, self.id))
+            rows = {row["id"]: row for row in self._rows(_LINKS, self.id)}
+            parent = next((e["id"] for e in reversed(_path(self._row()["first"], rows))), None)
+        turn = TurnData(role=role, content=content, parent=parent, **how)
+        self._submit(added := Add(conversation=self.id, turn=turn))
+        return added.number
 
 
-def withdraw(conversation: Conversation, number: int) -> None:
-    """Remove a turn and what follows it; the latest of its alternatives is shown instead."""
-    turn = conversation.turn(number)
-    others = [each for each in conversation.siblings(number) if each != number]
-    latest = others[-1] if others else None
-    with conversation._database.transaction() as connection:
-        for table, column in (("turn", "next"), ("conversation", "first")):
-            change = f"UPDATE {table} SET {column} = ? WHERE {column} = ?"
-            connection.execute(change, (latest, number))
-        connection.execute("DELETE FROM turn WHERE id = ?", (number,))
-        conversation._touch(connection)
-        if conversation._row()["first"] is None and conversation.title == title_of(turn.content):
-            conversation.set(title="")
+_LINKS = "SELECT id, parent, next FROM turn WHERE conversation = ?"
 
 
 def _path(first: int | None, rows: Mapping[int, sqlite3.Row]) -> list[sqlite3.Row]:
@@ -421,9 +393,3 @@ def _path(first: int | None, rows: Mapping[int, sqlite3.Row]) -> list[sqlite3.Ro
         path.append(rows[number])
         number = rows[number]["next"]
     return path
-
-
-def title_of(content: str) -> str:
-    """A title for a conversation that begins with ``content``."""
-    line = next((line.strip() for line in content.splitlines() if line.strip()), "")
-    return line if len(line) <= _TITLE_LENGTH else line[: _TITLE_LENGTH - 1].rstrip() + "…"

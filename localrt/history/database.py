@@ -1,40 +1,38 @@
-"""The SQLite database behind the history: schema versions, damage, and answers as they grow.
+"""The SQLite database behind the history: schema versions, damage, files that come and go.
 
 Write-ahead logging lets several apps use one file. What is committed survives a killed process and
 a power cut; sentences of an unfinished answer survive only the former. An unusable file is never
 overwritten: a damaged one is renamed, and beside one of a newer version another file is begun.
 Without a file the same tables are in memory.
 
-An answer is saved sentence by sentence, one row each until it ends, so that a killed app loses at
-most a sentence. Its turn names the writing process, which tells a running answer from a cut one.
+``UnavailableError`` says that the file cannot be used now and may be later: the disk is full,
+another app keeps it locked, it was removed. Foreign keys are not enforced: their cascades are a
+level of SQLite's triggers for each turn, of which it allows a thousand, so deleting names all its
+tables.
 """
 
 from __future__ import annotations
 
+import errno
 import glob
-import json
-import re
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
+from localrt.common.errors import StorageError, reason_of
 from localrt.common.files import keep_private, private_file, private_folder
 from localrt.common.forks import finalize
 from localrt.common.formatting import paired
-from localrt.common.processes import is_alive
-from localrt.common.settings import Settings
 
-MEMORY_FIRST = 1 << 40  # first turn number of a database in memory: no file has such numbers
-_VERSION = 2  # 2 added pictures; ``aside``, which earlier releases ignore, has no version
-# In one transaction: another app may be making the same file.
-_SCHEMA = f"""
-    BEGIN IMMEDIATE;
+_VERSION = 3  # 2 added pictures, 3 a draft for each window, and debts
+# Without the word index, which the part of a history that waits to be saved does not need.
+TABLES = """
     CREATE TABLE IF NOT EXISTS conversation (
         id TEXT PRIMARY KEY,
         title TEXT NOT NULL,
@@ -48,8 +46,8 @@ _SCHEMA = f"""
     CREATE INDEX IF NOT EXISTS conversation_updated ON conversation (updated);
     CREATE TABLE IF NOT EXISTS turn (
         id INTEGER PRIMARY KEY AUTOINCREMENT,
-        conversation TEXT NOT NULL REFERENCES conversation (id) ON DELETE CASCADE,
-        parent INTEGER REFERENCES turn (id) ON DELETE CASCADE,
+        conversation TEXT NOT NULL REFERENCES conversation (id),
+        parent INTEGER REFERENCES turn (id),
         next INTEGER,
         role TEXT NOT NULL,
         content TEXT NOT NULL,
@@ -62,7 +60,7 @@ _SCHEMA = f"""
     CREATE INDEX IF NOT EXISTS turn_writing ON turn (state) WHERE state = 'writing';
     CREATE TABLE IF NOT EXISTS piece (
         id INTEGER PRIMARY KEY,
-        turn INTEGER NOT NULL REFERENCES turn (id) ON DELETE CASCADE,
+        turn INTEGER NOT NULL REFERENCES turn (id),
         text TEXT NOT NULL
     );
     CREATE INDEX IF NOT EXISTS piece_turn ON piece (turn);
@@ -71,22 +69,38 @@ _SCHEMA = f"""
         data BLOB NOT NULL
     );
     CREATE TABLE IF NOT EXISTS turn_picture (
-        turn INTEGER NOT NULL REFERENCES turn (id) ON DELETE CASCADE,
+        turn INTEGER NOT NULL REFERENCES turn (id),
         picture TEXT NOT NULL REFERENCES picture (digest),
         PRIMARY KEY (turn, picture)
     ) WITHOUT ROWID;
     CREATE INDEX IF NOT EXISTS turn_picture_picture ON turn_picture (picture);
     CREATE TABLE IF NOT EXISTS aside (
-        conversation TEXT PRIMARY KEY REFERENCES conversation (id) ON DELETE CASCADE,
-        pinned REAL,
-        draft TEXT NOT NULL DEFAULT '',
-        writer TEXT
+        conversation TEXT PRIMARY KEY REFERENCES conversation (id),
+        pinned REAL
     );
     CREATE TRIGGER IF NOT EXISTS turn_picture_gone AFTER DELETE ON turn_picture
         WHEN NOT EXISTS (SELECT 1 FROM turn_picture WHERE picture = old.picture)
     BEGIN
         DELETE FROM picture WHERE digest = old.picture;
     END;
+"""
+# Drafts by the names of the windows that wrote them. What has been deleted, and must still leave
+# the saved KV caches (``marks``, ``since``) or the word index (no marks, ``steps`` done).
+_NEW_TABLES = """
+    CREATE {temp} TABLE IF NOT EXISTS draft (
+        conversation TEXT NOT NULL,
+        writer TEXT NOT NULL,
+        text TEXT NOT NULL,
+        PRIMARY KEY (conversation, writer)
+    ) WITHOUT ROWID;
+    CREATE {temp} TABLE IF NOT EXISTS debt (
+        id INTEGER PRIMARY KEY,
+        marks TEXT,
+        since REAL,
+        steps INTEGER NOT NULL DEFAULT 0
+    );
+"""
+_WORDS = """
     CREATE VIRTUAL TABLE IF NOT EXISTS turn_text
         USING fts5 (content, content='turn', content_rowid='id');
     CREATE TRIGGER IF NOT EXISTS turn_added AFTER INSERT ON turn BEGIN
@@ -99,56 +113,155 @@ _SCHEMA = f"""
         INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);
         INSERT INTO turn_text (rowid, content) VALUES (new.id, new.content);
     END;
-    PRAGMA user_version = {_VERSION};
-    COMMIT;
 """
-_BUSY_SECONDS = 5.0  # the longest wait for another app's transaction
+_SCHEMA = f"{TABLES} {_NEW_TABLES.format(temp='')} {_WORDS} PRAGMA user_version = {_VERSION};"
+_MOVED_DRAFTS = """
+    INSERT OR IGNORE INTO draft SELECT conversation, coalesce(writer, ''), draft
+        FROM aside WHERE draft != '';
+    UPDATE aside SET draft = '';
+"""
+_BUSY_SECONDS = 0.025  # the longest wait for another app's transaction: a screen waits for it, too
+LONG_BUSY_SECONDS = 5.0  # for work in threads
+_OPENED_BUSY_SECONDS = 0.5  # at the start
+_GONE_SECONDS = 60.0  # a file that was moved away may come back; then another one is begun
+_CANNOT_WRITE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)
 _PIECE = 1 << 20
 _CHECKED_WHOLE = 32 << 20  # bytes; larger files are not checked at opening
 
 
-class Database:
-    """One connection, for any thread; ``path`` None keeps all in memory.
+class UnavailableError(StorageError):
+    """The file cannot be used now. ``locked``: because another app uses it."""
 
-    ``notes`` are lines that the user should see.
+    def __init__(self, message: str, *, locked: bool = False) -> None:
+        super().__init__(message)
+        self.locked = locked
+
+
+class GoneError(StorageError):
+    """What is to be read or changed was deleted."""
+
+
+class Database:
+    """A file of tables, for any thread; ``path`` None keeps all in memory.
+
+    ``notes`` are lines that the user should see. ``patient``: a file that cannot be opened now is
+    tried again by ``open``. ``busy`` is the longest wait for other apps' transactions, in seconds.
 
     Raises:
-        StorageError: the folder cannot be written to.
+        UnavailableError: it cannot be opened now, and the caller is not ``patient``.
+        StorageError: it never can.
     """
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(
+        self, path: Path | None, *, patient: bool = False, busy: float = _BUSY_SECONDS
+    ) -> None:
         self.path = path
         self.notes: tuple[str, ...] = ()
-        self._lock = threading.RLock()
-        self._depth = 0
+        self.lock = threading.RLock()
+        self._busy = busy
+        self._depth = self._opened = 0
+        self._connections: list[sqlite3.Connection] = []  # the open one, if any
+        self._file: tuple[int, int] | None = None  # device and number of the file that was opened
+        self._gone: float | None = None  # since when there is none at ``path``
+        self._why: UnavailableError | None = None  # why nothing can be written, if so
+        self._closed = False
+        finalize(self, _close, self._connections)  # for callers who do not
         if path is None:
-            self._connection = _in_memory()
-        else:
-            self._open(path)
-        finalize(self, self._connection.close)  # for callers who do not
+            self._connections.append(_in_memory())
+            return
+        try:
+            self.open()
+        except UnavailableError:
+            if not patient:
+                raise
 
-    def _open(self, path: Path) -> None:
+    @property
+    def is_open(self) -> bool:
+        """Whether the file can be written, as far as is known."""
+        return bool(self._connections) and self._why is None
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be written, in one line; "" if it can, as far as is known."""
+        return "" if self.is_open or self._closed else f"nothing can be saved: {self._why}"
+
+    def open(self, *, anew: bool = False) -> None:
+        """Open the file, if it is not open and writable. ``anew``: a file that was moved away has
+        been lost; the next one begins empty.
+
+        Raises:
+            UnavailableError: it cannot be opened now.
+        """
+        with self.lock:
+            if self.path is None or self._closed or (self.is_open and not self._was_moved()):
+                return
+            lost = self._gone is not None and time.monotonic() - self._gone > _GONE_SECONDS
+            if self._file is not None and not (anew or lost or self.path.exists()):
+                self._close_connection()
+                self._gone = self._gone or time.monotonic()
+                self._why = UnavailableError(f"{self.path} was removed")
+                raise self._why
+        connection, why = self._connected(self.path)  # may wait: others can go on
+        with self.lock:
+            self._close_connection()
+            self._why = why
+            if connection is None:
+                assert why is not None, "there is a connection, or a reason"
+                raise why
+            self._connections.append(connection)
+            self._opened, self._gone = self._opened + 1, None
+            connection.execute(f"PRAGMA busy_timeout = {round(self._busy * 1000)}")
+            with suppress(OSError):
+                found = self.path.stat()
+                self._file = found.st_dev, found.st_ino
+
+    def _connected(self, path: Path) -> tuple[sqlite3.Connection | None, UnavailableError | None]:
+        """A connection, if there can be one, and why the file cannot be written, if so."""
+        first = self._opened == 0
         try:
             private_folder(path.parent)
-        except OSError as error:
-            raise StorageError(
-                f"cannot keep conversations in {path.parent}: {reason_of(error)}"
-            ) from error
-        try:
-            self._connection = _opened_twice(path)
+            return _opened_twice(path, check=first), None
         except _NewerError as newer:
             self.path = path.with_name(f"{path.stem}.v{_VERSION}{path.suffix}")
-            self.notes = (
+            self.notes += (
                 f"{path} is of a newer localrt (version {newer}): left as it is, "
                 f"conversations go to {self.path.name}",
             )
-            self._connection = _opened_or_fail(self.path)
+            return _opened_or_fail(self.path), None
         except (OSError, sqlite3.OperationalError) as error:
-            raise StorageError(f"cannot open {path}: {reason_of(error)}") from error
+            place = f"open {path}" if path.exists() else f"keep conversations in {path.parent}"
+            why = f"cannot {place}: {_reason(error)}"
+            unavailable = UnavailableError(why, locked="locked" in str(error))
+            if not isinstance(error, OSError) or error.errno in _CANNOT_WRITE:
+                with suppress(OSError, sqlite3.Error):
+                    return _opened_to_read(path), unavailable
+            return None, unavailable
         except sqlite3.DatabaseError as error:
             aside = _put_aside(path)
-            self.notes = (f"{path} is damaged ({error}): kept as {aside.name}, a new one is begun",)
-            self._connection = _opened_or_fail(path)
+            note = f"{path} is damaged ({error}): kept as {aside.name}, a new one is begun"
+            self.notes += (note,)
+            return _opened_or_fail(path), None
+
+    def _was_moved(self) -> bool:
+        """Whether another file, or none, is where the open one was."""
+        if self.path is None or self._file is None:
+            return False
+        try:
+            found = self.path.stat()
+        except OSError:
+            return True
+        return (found.st_dev, found.st_ino) != self._file
+
+    def _ready(self, *, write: bool) -> sqlite3.Connection:
+        """The connection. It is opened again where that takes no time."""
+        if self._closed:
+            raise StorageError("the history is closed")
+        if self._depth == 0 and self._was_moved():
+            self._close_connection()
+            self.open()
+        if not self._connections or (write and self._why is not None):
+            raise self._why or UnavailableError(f"{self.path} is not open")
+        return self._connections[0]
 
     @contextmanager
     def transaction(self, *, sync: bool = True) -> Iterator[sqlite3.Connection]:
@@ -157,45 +270,75 @@ class Database:
         Without ``sync`` nobody waits for the disk, and a power cut may undo it.
 
         Raises:
-            StorageError: the disk is full, the file damaged, or another app keeps it locked.
+            UnavailableError: the disk is full, the file damaged or removed, or another app keeps it
+                locked.
         """
-        with self._lock, self._in_words():
+        with self.lock, self._in_words():
+            connection = self._ready(write=True)
             if self._depth:
-                yield self._connection
+                yield connection
                 return
-            self._connection.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
-            self._connection.execute("BEGIN IMMEDIATE")
+            connection.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+            connection.execute("BEGIN IMMEDIATE")
             self._depth += 1
             try:
-                yield self._connection
-                self._connection.execute("COMMIT")
+                yield connection
+                connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
                 raise
             finally:
                 self._depth -= 1
 
+    @contextmanager
+    def beside(self) -> Iterator[Database]:
+        """The same file by another connection, for work that takes longer than a screen may wait:
+        who uses this one can read meanwhile, and does not wait to write.
+        """
+        if self.path is None:
+            yield self
+            return
+        with self.lock:
+            self._ready(write=True)
+        other = Database(self.path, busy=LONG_BUSY_SECONDS)
+        try:
+            yield other
+        finally:
+            other.close()
+
     def rows(self, query: str, values: Sequence[object] = ()) -> list[sqlite3.Row]:
         """The result of ``query``. Raises as ``transaction``."""
-        with self._lock, self._in_words():
-            return self._connection.execute(query, values).fetchall()
+        with self.lock, self._in_words():
+            return self._ready(write=False).execute(query, values).fetchall()
+
+    @property
+    def version(self) -> int:
+        """A number that changes when another app writes to the file. Raises as ``transaction``."""
+        found = int(self.rows("PRAGMA data_version")[0][0])
+        return (self._opened << 32) + found
 
     def close(self) -> None:
         """Close the file; safe to repeat."""
-        with self._lock:
-            self._connection.close()
+        with self.lock:
+            self._closed = True
+            self._close_connection()
+
+    def _close_connection(self) -> None:
+        with suppress(sqlite3.Error):
+            _close(self._connections)
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.ProgrammingError as error:
-            if "closed" not in str(error):
-                raise
-            raise StorageError("the history is closed") from error
+        except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
+            raise
+        except sqlite3.IntegrityError as error:
+            raise StorageError(f"cannot use {self.path}: {error}") from error
         except sqlite3.Error as error:
-            raise StorageError(f"cannot use {self.path}: {_reason(error)}") from error
+            why = f"cannot use {self.path}: {_reason(error)}"
+            raise UnavailableError(why, locked="locked" in str(error)) from error
 
 
 def insert(connection: sqlite3.Connection, table: str, **values: object) -> int:
@@ -205,36 +348,6 @@ def insert(connection: sqlite3.Connection, table: str, **values: object) -> int:
     number = connection.execute(query, [*values.values()]).lastrowid
     assert number is not None, "an insert has a row"
     return number
-
-
-def keep_aside(connection: sqlite3.Connection, conversation: str, **values: object) -> None:
-    """Change ``pinned``, or ``draft`` and its ``writer``, of a conversation."""
-    names, places = ", ".join(values), ", ".join("?" * len(values))
-    changes = ", ".join(f"{name} = excluded.{name}" for name in values)
-    query = f"INSERT INTO aside (conversation, {names}) VALUES (?, {places})"  # as above
-    query += f" ON CONFLICT (conversation) DO UPDATE SET {changes}"
-    connection.execute(query, (conversation, *values.values()))
-
-
-def erase(
-    database: Database,
-    delete: Callable[[sqlite3.Connection], None],
-    said: Iterable[Mapping[str, Any]],
-    since: float,
-) -> None:
-    """Delete turns by ``delete``, their words in the search index, and the saved KV caches of
-    messages ``said``; of caches that name no messages, those used ``since``.
-    """
-    with database.transaction() as connection:
-        delete(connection)
-        # Without it, deleted words stay in the index until it is merged some day.
-        connection.execute("INSERT INTO turn_text (turn_text) VALUES ('optimize')")
-    if database.path is None:
-        return
-    database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
-    from localrt.engine.saved_caches import forget, marks_of  # brings numpy
-
-    forget(Settings.from_environment().cache_dir / "kv", marks_of(said), since)
 
 
 class _NewerError(Exception):
@@ -251,30 +364,40 @@ class _Connection(sqlite3.Connection):
             return super().execute(query, [paired(v) if isinstance(v, str) else v for v in values])
 
 
-def _connected(path: Path | str) -> sqlite3.Connection:
+def _connected(path: Path | str, *, uri: bool = False) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path,
-        timeout=_BUSY_SECONDS,
+        timeout=_OPENED_BUSY_SECONDS,
         isolation_level=None,
         check_same_thread=False,
         factory=_Connection,
+        uri=uri,
     )
     connection.row_factory = sqlite3.Row
-    connection.execute("PRAGMA foreign_keys = ON")
-    connection.execute("PRAGMA secure_delete = ON")  # not every build's default
+    connection.execute("PRAGMA foreign_keys = OFF")  # not every build's default
+    connection.execute("PRAGMA secure_delete = ON")  # nor is this
     return connection
+
+
+def _close(connections: list[sqlite3.Connection]) -> None:
+    while connections:
+        connections.pop().close()
 
 
 def _in_memory() -> sqlite3.Connection:
     connection = _connected(":memory:")
-    connection.executescript(_SCHEMA)
-    connection.execute(
-        "INSERT INTO sqlite_sequence (name, seq) VALUES ('turn', ?)", (MEMORY_FIRST - 1,)
-    )
+    _renew(connection)
     return connection
 
 
-def _opened(path: Path) -> sqlite3.Connection:
+def in_memory(tables: str) -> sqlite3.Connection:
+    """A database in memory with only ``tables``, for one thread at a time."""
+    connection = _connected(":memory:")
+    connection.executescript(tables + _NEW_TABLES.format(temp=""))
+    return connection
+
+
+def _opened(path: Path, *, check: bool = True) -> sqlite3.Connection:
     private_file(path)  # SQLite's other files get the same permissions
     for beside in path.parent.glob(f"{glob.escape(path.name)}[-.]*"):  # -wal, .damaged-2026...
         keep_private(beside)
@@ -285,27 +408,60 @@ def _opened(path: Path) -> sqlite3.Connection:
             raise _NewerError(version)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-        except sqlite3.OperationalError:  # as on some network drives, which share no memory
+        except sqlite3.OperationalError as error:
+            if "locked" in str(error):
+                raise
+            # As on some network drives, which share no memory.
             connection.execute("PRAGMA journal_mode = DELETE")
-        if path.stat().st_size <= _CHECKED_WHOLE:
+        if check and path.stat().st_size <= _CHECKED_WHOLE:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
                 raise sqlite3.DatabaseError(str(found).splitlines()[-1])
-        known = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'aside'").fetchone()
-        if version < _VERSION or known is None:
-            connection.executescript(_SCHEMA)
+        if version < _VERSION:
+            _renew(connection)
     except BaseException:
         connection.close()
         raise
     return connection
 
 
-def _opened_twice(path: Path) -> sqlite3.Connection:
+def _renew(connection: sqlite3.Connection) -> None:
+    """Make the tables, or those that an earlier version lacks."""
+    columns = connection.execute("SELECT name FROM pragma_table_info('aside')").fetchall()
+    moved = _MOVED_DRAFTS if ("draft",) in map(tuple, columns) else ""
+    # In one transaction: another app may be making the same file.
+    connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {moved} COMMIT;")
+
+
+def _opened_to_read(path: Path) -> sqlite3.Connection:
+    """A file that cannot be written, such as one on a disk that is full, or read-only."""
+    place = f"file:{quote(str(path.absolute()))}?mode=ro"
+    wal = path.with_name(path.name + "-wal")
+    alone = "&immutable=1" if not wal.exists() or not wal.stat().st_size else ""
+    for end in ("", alone):
+        connection = _connected(place + end, uri=True)
+        try:
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if not 0 < version <= _VERSION:
+                raise OSError("it has no tables that can be read")
+            if version < _VERSION:
+                connection.executescript(_NEW_TABLES.format(temp="TEMP"))
+            connection.execute("SELECT count(*) FROM conversation")
+        except (OSError, sqlite3.Error):
+            connection.close()
+            if end == alone:
+                raise
+        else:
+            return connection
+    raise AssertionError("the last way returns or raises")
+
+
+def _opened_twice(path: Path, *, check: bool) -> sqlite3.Connection:
     """Open a file. If SQLite calls it damaged, read it, which raises OSError if it is the disk that
     fails, and open it again.
     """
     try:
-        return _opened(path)
+        return _opened(path, check=check)
     except sqlite3.OperationalError:
         raise
     except sqlite3.DatabaseError:
@@ -319,7 +475,7 @@ def _opened_or_fail(path: Path) -> sqlite3.Connection:
     try:
         return _opened(path)
     except (OSError, sqlite3.Error, _NewerError) as error:
-        raise StorageError(f"cannot open {path}: {error}") from error
+        raise UnavailableError(f"cannot open {path}: {error}") from error
 
 
 def _put_aside(path: Path) -> Path:
@@ -330,125 +486,16 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def _reason(error: sqlite3.Error) -> str:
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, sqlite3.Error):
+        return reason_of(error)
     text = str(error)
     if "locked" in text:
-        return "another app keeps it locked; try again"
+        return "another app keeps it locked"
     if "full" in text:
-        return "the disk is full; free some space and try again"
+        return "the disk is full: free some space"
+    if "readonly" in text:
+        return "it is read-only"
     if "malformed" in text or "not a database" in text:
         return "it is damaged, or the disk fails; the next start checks it"
     return text
-
-
-_ENDS = ("done", "cancelled", "failed")
-_SENTENCE_END = re.compile(r"[.!?…。！？][\"')\]]*\s|\n")
-_SAVE_SECONDS = 2.0  # tables and lists of numbers have no sentences
-_RETRY_SECONDS = 2.0
-
-
-class AnswerWriter:
-    """Writes an answer, from ``Conversation.answer`` or ``reopen``. Leaving the ``with`` block
-    ends it: as ``"done"``, or after an exception as ``"failed"`` (``"cancelled"`` for
-    ``CancelledError``).
-
-    ``write`` never fails: unsaved text is kept and retried, ``problem`` says why. ``before`` is the
-    state of an answer that was reopened: without a ``write`` it stays as it was.
-    """
-
-    def __init__(
-        self, database: Database, conversation: str, turn: int, *, before: str | None = None
-    ) -> None:
-        self._database = database
-        self._conversation = conversation
-        self._before = before
-        self.turn = turn
-        self.problem: str | None = None
-        self._saved = ""
-        self._open = ""
-        self._saved_at = time.monotonic()
-        self._finished = False
-
-    @property
-    def text(self) -> str:
-        """All text so far, saved or not."""
-        return self._saved + self._open
-
-    def write(self, text: str) -> None:
-        """Append; whole sentences are saved at once."""
-        self._open += text
-        waited = time.monotonic() - self._saved_at
-        if self.problem is not None and waited < _RETRY_SECONDS:
-            return
-        if _SENTENCE_END.search(self._open) or (self._open and waited >= _SAVE_SECONDS):
-            self._save()
-
-    def finish(self, state: str = "done", *, info: Mapping[str, Any] | None = None) -> None:
-        """End the answer; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``.
-
-        Raises:
-            StorageError: it could not be saved; call it again to retry.
-        """
-        if state not in _ENDS:
-            raise OptionError(f"an answer ends as {', '.join(_ENDS)}, not as {state!r}")
-        if self._finished:
-            return
-        if self._before is not None and not self.text:
-            state, info = self._before, None
-        with self._database.transaction() as connection:
-            settle(connection, self.turn, state, self.text, info)
-            connection.execute(
-                "UPDATE conversation SET updated = ? WHERE id = ?",
-                (time.time(), self._conversation),
-            )
-        self._finished, self.problem = True, None
-
-    def __enter__(self) -> AnswerWriter:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (CancelledError, GeneratorExit)):
-            self.finish("cancelled")
-        else:
-            self.finish("done" if error is None else "failed")
-
-    def _save(self) -> None:
-        self._saved_at = time.monotonic()
-        try:
-            with self._database.transaction(sync=False) as connection:
-                insert(connection, "piece", turn=self.turn, text=self._open)
-        except StorageError as error:
-            self.problem = str(error)
-        else:
-            self._saved, self._open, self.problem = self._saved + self._open, "", None
-
-
-def settle_cut(connection: sqlite3.Connection) -> None:
-    """End the answers whose writers have ended. Reading also tells so, but writes nothing."""
-    writing = connection.execute("SELECT id, writer FROM turn WHERE state = 'writing'").fetchall()
-    for row in writing:
-        if not is_alive(row["writer"]):
-            settle(connection, row["id"], "cut", None)
-
-
-def settle(
-    connection: sqlite3.Connection,
-    turn: int,
-    state: str,
-    text: str | None,
-    info: Mapping[str, object] | None = None,
-) -> None:
-    """End a turn: its content is ``text`` if given, otherwise the saved pieces, otherwise what it
-    was before it was reopened.
-    """
-    if not text:
-        pieces = connection.execute("SELECT text FROM piece WHERE turn = ? ORDER BY id", (turn,))
-        text = "".join(row["text"] for row in pieces)
-    connection.execute("DELETE FROM piece WHERE turn = ?", (turn,))
-    connection.execute(
-        "UPDATE turn SET content = coalesce(nullif(?, ''), content), state = ?, writer = NULL"
-        " WHERE id = ? AND state = 'writing'",
-        (text, state, turn),
-    )
-    if info is not None:
-        connection.execute("UPDATE turn SET info = ? WHERE id = ?", (json.dumps(dict(info)), turn))

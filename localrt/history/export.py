@@ -17,7 +17,7 @@ from urllib.parse import quote
 from localrt.chat_format.thinking import split_thinking
 from localrt.common.errors import OptionError, StorageError
 from localrt.common.files import user_path, write_bytes, write_text
-from localrt.history.conversation import Turn
+from localrt.history.conversation import Conversation, Turn
 from localrt.history.messages import call_line
 from localrt.history.pictures import KeptPicture, joined_content, joined_text
 
@@ -135,6 +135,25 @@ def as_json(conversation: Exported, turns: Sequence[Turn]) -> str:
             {"role": t.role, "created": t.created, "state": t.state, "info": dict(t.info)}
             for t in turns
         ],
+    }
+    return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
+
+
+def as_branches(conversation: Conversation) -> str:
+    """All turns, and the draft, in the form that ``History.load_file`` reads."""
+    shown, messages = conversation.turns, list[dict[str, object]]()
+    for turn, parent in conversation.tree():
+        content = joined_content(turn.content, turn.pictures, _as_data)
+        place = {"id": str(turn.id), "parent": str(parent or ""), "created": turn.created}
+        messages.append({**turn.message, "content": content, **place})
+    record = {
+        "title": conversation.title,
+        "model": conversation.model,
+        "system": conversation.system,
+        "options": conversation.options,
+        "current": str(shown[-1].id) if shown else "",
+        "draft": conversation.draft,
+        "messages": messages,
     }
     return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
 

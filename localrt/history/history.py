@@ -1,17 +1,11 @@
-"""The history: conversations that can be listed, searched and continued.
-
-A conversation continues in memory while its file cannot be written, and is copied back later. Turns
-keep their numbers in the file; turns added to the copy have numbers that no file uses.
-"""
+"""The history: conversations that can be listed, searched and continued."""
 
 from __future__ import annotations
 
 import json
 import re
-import sqlite3
-import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,32 +13,26 @@ from typing import Any
 
 from localrt.common.closing import Closing
 from localrt.common.errors import OptionError, StorageError
-from localrt.common.files import keep_private, user_path
-from localrt.common.processes import is_alive, own_name
+from localrt.common.files import keep_private, user_path, write_text
+from localrt.common.processes import is_alive
+from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
-from localrt.history.conversation import Conversation, Turn
-from localrt.history.database import (
-    MEMORY_FIRST,
-    Database,
-    erase,
-    insert,
-    keep_aside,
-    settle,
-    settle_cut,
-)
-from localrt.history.importing import LoadedFile, load_file
-from localrt.history.pictures import keep_pictures, split_info, stored_info
+from localrt.history.conversation import Conversation
+from localrt.history.database import Database, GoneError, UnavailableError
+from localrt.history.importing import load_file
+from localrt.history.operations import Begin, Delete, TurnData, settle_cut
+from localrt.history.outbox import Outbox
 
 _COPY = " (copy)"  # ends the title of one
 _FILE = "history.db"
 _MEMORY = ":memory:"
+_TEXTS = "SELECT content FROM turn WHERE conversation = ? ORDER BY id"
 _LIST = """
     SELECT c.id, c.title, c.model, c.created, c.updated, a.pinned IS NOT NULL AS pinned,
         (SELECT count(*) FROM turn t WHERE t.conversation = c.id) AS turns, '' AS snippet
     FROM conversation c LEFT JOIN aside a ON a.conversation = c.id
     WHERE c.first IS NOT NULL OR c.title != ''
-    ORDER BY a.pinned IS NULL, c.updated DESC, c.created DESC LIMIT ? OFFSET ?
-"""
+    ORDER BY a.pinned IS NULL, c.updated DESC, c.created DESC"""
 _SEARCH = """
     WITH hit AS (
         SELECT t.conversation AS id, min(turn_text.rowid) AS turn
@@ -56,17 +44,17 @@ _SEARCH = """
         coalesce((SELECT content FROM turn WHERE id = hit.turn), '') AS snippet
     FROM conversation c LEFT JOIN hit ON hit.id = c.id LEFT JOIN aside a ON a.conversation = c.id
     WHERE hit.id IS NOT NULL OR c.title LIKE ? ESCAPE '\\'
-    ORDER BY a.pinned IS NULL, c.updated DESC, c.created DESC LIMIT ? OFFSET ?
-"""
-_DELETE_EMPTY = """
-    DELETE FROM conversation WHERE first IS NULL AND title = '' AND created < ?
-    AND id NOT IN (SELECT conversation FROM aside WHERE draft != '')
-"""
+    ORDER BY a.pinned IS NULL, c.updated DESC, c.created DESC"""
 _UNSENT = """
-    SELECT id, writer FROM conversation JOIN aside ON conversation = id
-    WHERE first IS NULL AND draft != '' ORDER BY created DESC
+    SELECT id, writer FROM conversation JOIN draft ON conversation = id
+    WHERE first IS NULL AND title = '' ORDER BY created DESC
 """
-_EMPTY_KEPT = 86_400.0  # seconds: another app may be about to write to it
+# Of earlier versions, which wrote conversations before they had anything.
+_DELETE_EMPTY = """
+    DELETE FROM conversation WHERE first IS NULL AND title = ''
+    AND id NOT IN (SELECT conversation FROM turn) AND id NOT IN (SELECT conversation FROM draft)
+    AND id NOT IN (SELECT conversation FROM aside WHERE pinned IS NOT NULL)
+"""
 _SNIPPET = 80  # characters around a match
 
 
@@ -87,28 +75,38 @@ class ConversationInfo:
     pinned: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedFile:
+    """The ``conversations`` of a file, in its order, and lines about what was ``left_out``."""
+
+    conversations: tuple[Conversation, ...]
+    left_out: tuple[str, ...] = ()
+
+
 class History(Closing):
     """Conversations in one file, by default in the user's data folder. Thread-safe.
 
     Several apps may use one file at the same time. ``":memory:"`` keeps them without a file until
-    ``close``. ``notes`` are lines that a user should see.
+    ``close``. ``notes`` are lines that a user should see. ``patient``: a file that cannot be opened
+    now is tried again; until then conversations are in memory, as ``problem`` says.
 
     Raises:
         StorageError: the file cannot be used; a damaged one is renamed, with a line in ``notes``.
     """
 
-    def __init__(self, path: str | Path | None = None) -> None:
+    def __init__(self, path: str | Path | None = None, *, patient: bool = False) -> None:
         if not isinstance(path, str | Path | None):
             raise OptionError(f"path must be a path, is {path!r:.80}")
         if path is None:
             folder = Settings.from_environment().data_dir
             keep_private(folder)
             path = folder / _FILE
-        self._database = Database(None if path == _MEMORY else user_path(path))
-        with self._database.transaction() as connection:
-            connection.execute(_DELETE_EMPTY, (time.time() - _EMPTY_KEPT,))
-        with suppress(StorageError), self._database.transaction() as connection:
-            settle_cut(connection)  # for the search; who has no room can read
+        self._database = Database(None if path == _MEMORY else user_path(path), patient=patient)
+        for tidy in (settle_cut, lambda connection: connection.execute(_DELETE_EMPTY)):
+            # For the search, and for the list; who has no room can read.
+            with suppress(StorageError), self._database.transaction() as connection:
+                tidy(connection)
+        self._outbox = Outbox(self._database)
 
     @property
     def path(self) -> Path | None:
@@ -120,6 +118,43 @@ class History(Closing):
         """Lines for the user about opening the file."""
         return self._database.notes
 
+    @property
+    def problem(self) -> str:
+        """How many changes are not in the file yet, and why, in one line; "" if all are.
+
+        They are tried again until then. A lock of less than a second is not told.
+        """
+        return self._outbox.problem
+
+    @property
+    def unsaved(self) -> int:
+        """How many changes are neither in the file nor written by ``write_unsaved``."""
+        return self._outbox.count
+
+    def save(self) -> bool:
+        """Try again what is not in the file yet; whether all is now."""
+        return self._outbox.flush()
+
+    def write_unsaved(self, folder: str | Path) -> tuple[Path, ...]:
+        """Write the conversations of which something is not in the file yet to files that
+        ``load_file`` reads, with all their branches. They are still saved to the file, if it can be
+        written in time.
+
+        Raises:
+            StorageError: the folder cannot be written to.
+        """
+        from localrt.history.export import as_branches
+
+        written = list[Path]()
+        for id in self._outbox.waiting:
+            with suppress(GoneError):  # it is to be deleted
+                text = as_branches(Conversation(self._outbox, id))
+                path = user_path(folder) / f"unsaved-{id[:12]}.json"
+                write_text(path, text, private=True, folder=True)
+                written.append(path)
+                self._outbox.written_elsewhere(id)
+        return tuple(written)
+
     def list(
         self, search: str = "", *, limit: int = 100, offset: int = 0
     ) -> list[ConversationInfo]:
@@ -127,48 +162,64 @@ class History(Closing):
         all its words in one turn, or with its text in the title. The last word may be a prefix.
         """
         search = search.replace("\0", " ")  # which would end a full-text query
+        waiting = self._outbox.waiting
+        values: tuple[object, ...] = (limit + len(waiting), offset)
         if not search.strip():
-            rows = self._database.rows(_LIST, (limit, offset))
+            query = _LIST
         else:
             title = "%" + re.sub(r"([\\%_])", r"\\\1", search.strip()) + "%"
-            rows = self._database.rows(_SEARCH, (_match(search), title, limit, offset))
-        found = [dict(row) for row in rows]
-        for each in found:
+            query, values = _SEARCH, (_match(search), title, *values)
+        found: dict[str, dict[str, Any]] = {}
+        try:
+            for row in self._database.rows(f"{query} LIMIT ? OFFSET ?", values):
+                found[row["id"]] = dict(row)
+        except UnavailableError:
+            if not waiting:
+                raise
+        if waiting:
+            found = self._with_waiting(found, waiting, search, offset)
+        for each in found.values():
             each["pinned"] = bool(each["pinned"])
             each["snippet"] = _snippet(each["snippet"], search)
-        return [ConversationInfo(**each) for each in found]
+        return [ConversationInfo(**each) for each in found.values()][:limit]
+
+    def _with_waiting(
+        self, found: dict[str, dict[str, Any]], waiting: Sequence[str], search: str, offset: int
+    ) -> dict[str, dict[str, Any]]:
+        """The list with the conversations of which something waits as they will be."""
+        found = {id: row for id, row in found.items() if id not in waiting}
+        for row in self._outbox.rows_of_waiting(_LIST) if not offset else ():
+            words = search.lower().split()
+            texts = self._outbox.rows(row["id"], _TEXTS, (row["id"],))
+            hits = [t["content"] for t in texts if all(w in t["content"].lower() for w in words)]
+            if hits or search.strip().lower() in row["title"].lower():
+                found[row["id"]] = {**row, "snippet": hits[0] if words and hits else ""}
+        rank = lambda row: (not row["pinned"], -row["updated"], -row["created"])  # noqa: E731
+        return {row["id"]: row for row in sorted(found.values(), key=rank)}
 
     def new(
         self, *, model: str, system: str | None = None, options: Mapping[str, Any] | None = None
     ) -> Conversation:
-        """An empty conversation; it is listed once it has a turn or a title."""
-        number, now = uuid.uuid4().hex, time.time()
-        with self._database.transaction() as connection:
-            given = json.dumps(dict(options or {}))
-            facts = {"title": "", "model": model, "system": system, "options": given}
-            insert(connection, "conversation", id=number, **facts, created=now, updated=now)
-        return Conversation(self._database, number)
+        """An empty conversation; it is written once it has a turn, a title or a draft."""
+        given = dict(options or {})
+        json.dumps(given)  # what has no JSON is the caller's mistake
+        id = uuid.uuid4().hex
+        self._outbox.submit(Begin(conversation=id, model=model, system=system, options=given))
+        return Conversation(self._outbox, id)
 
     def open(self, id: str) -> Conversation:
         """Open a listed conversation."""
         try:
-            return Conversation(self._database, id)
-        except StorageError as error:
-            raise StorageError(f"no conversation {id}: it may have been deleted") from error
+            return Conversation(self._outbox, id)
+        except GoneError as error:
+            raise GoneError(f"no conversation {id}: it may have been deleted") from error
 
     def delete(self, id: str) -> None:
         """Remove a conversation with all its branches, from the search index and the saved KV
         caches too; nothing happens where there is none.
         """
-        began = self._database.rows("SELECT created FROM conversation WHERE id = ?", (id,))
-        if not began:
-            return
-        turns = self._database.rows("SELECT role, content FROM turn WHERE conversation = ?", (id,))
-
-        def delete(connection: sqlite3.Connection) -> None:
-            connection.execute("DELETE FROM conversation WHERE id = ?", (id,))
-
-        erase(self._database, delete, map(dict, turns), began[0]["created"])
+        self._outbox.submit(Delete(conversation=id))
+        self._outbox.pay()
 
     def fork(self, id: str, turn: int) -> Conversation:
         """Copy a conversation's branch up to ``turn`` as a new conversation.
@@ -179,35 +230,62 @@ class History(Closing):
         old = self.open(id)
         branch = old.branch(turn)
         end = [each.id for each in branch].index(turn) + 1
-        with self._database.transaction() as connection:
-            copy = self.new(model=old.model, system=old.system, options=old.options)
-            copy.set(title=f"{old.title.removesuffix(_COPY)}{_COPY}")
-            _copy_turns(connection, copy, branch[:end])
-        return copy
+        names = ("role", "content", "created", "info", "pictures")
+        turns = [
+            TurnData(
+                **{name: getattr(each, name) for name in names},
+                state="cut" if each.state == "writing" else each.state,
+            )
+            for each in branch[:end]
+        ]
+        copy = Begin(
+            conversation=uuid.uuid4().hex,
+            model=old.model,
+            system=old.system,
+            options=old.options,
+            title=f"{old.title.removesuffix(_COPY)}{_COPY}",
+            turns=turns,
+        )
+        self._outbox.submit(copy)
+        return Conversation(self._outbox, copy.conversation)
 
     def unsent(self) -> Conversation | None:
         """The newest conversation with a draft and no turns, unless the app that wrote it still
         runs. From then on it is this process's.
         """
-        with self._database.transaction() as connection:
-            for row in connection.execute(_UNSENT).fetchall():
-                if not is_alive(row["writer"]):
-                    keep_aside(connection, row["id"], writer=own_name())
-                    return Conversation(self._database, row["id"])
+        for row in self._database.rows(_UNSENT):
+            if not is_alive(row["writer"]):
+                found = Conversation(self._outbox, row["id"])
+                found.take_draft()
+                return found
         return None
 
-    def load_file(self, path: str | Path) -> LoadedFile:
+    def load_file(
+        self, path: str | Path, *, progress: ProgressCallback | None = None
+    ) -> LoadedFile:
         """Read conversations from a file, as new ones: from this program, ChatGPT, LM Studio,
-        llama.cpp, Open WebUI, or messages in OpenAI's form; ZIP files of these too.
+        llama.cpp, Open WebUI, or messages in OpenAI's form; ZIP files of these too. All of them are
+        kept, or none.
 
         Raises:
-            StorageError: the file cannot be read, or is of no known kind.
+            StorageError: the file cannot be read, is of no known kind, or the history cannot be
+                written.
         """
-        return load_file(self.new, user_path(path))
+        with self._database.beside() as database:
+            ids, left_out = load_file(database, user_path(path), progress)
+        return LoadedFile(tuple(Conversation(self._outbox, id) for id in ids), left_out)
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file.
+
+        Raises:
+            StorageError: there are changes that are not in the file, and now never will be.
+        """
+        self._outbox.close()
+        problem = self._outbox.problem if self._outbox.count else ""
         self._database.close()
+        if problem:
+            raise StorageError(f"{problem}; they are lost")
 
 
 def _match(search: str) -> str:
@@ -226,96 +304,3 @@ def _snippet(text: str, search: str) -> str:
     start = max(0, min(found - _SNIPPET // 3, len(line) - _SNIPPET))
     cut = line[start : start + _SNIPPET]
     return ("…" if start else "") + cut + ("…" if start + _SNIPPET < len(line) else "")
-
-
-_SAME = ("role", "content", "state", "created")
-_TURN = (*_SAME, "info")
-_FACTS = ("title", "model", "system", "options", "updated")
-
-
-def copy_to_memory(
-    memory: History, id: str, turns: Iterable[Turn], facts: Mapping[str, object]
-) -> Conversation:
-    """Copy a branch of a conversation to ``memory``, under the same id.
-
-    ``facts`` are ``title``, ``model``, ``system`` and ``options``. The file is not read: it may be
-    locked, damaged or missing.
-    """
-    now = time.time()
-    kept = {name: facts[name] for name in ("title", "model", "system")}
-    options = json.dumps(facts["options"])
-    with memory._database.transaction() as connection:
-        insert(connection, "conversation", id=id, **kept, options=options, created=now, updated=now)
-        copy = Conversation(memory._database, id)
-        _copy_turns(connection, copy, turns, numbered=True)
-    return copy
-
-
-def _copy_turns(
-    connection: sqlite3.Connection,
-    copy: Conversation,
-    turns: Iterable[Turn],
-    *,
-    numbered: bool = False,
-) -> None:
-    """Write the turns of a branch to ``copy``. ``numbered``: under the same numbers, and with an
-    answer that is still written.
-    """
-    parent = None
-    for turn in turns:
-        same = {name: getattr(turn, name) for name in _SAME}
-        writer = own_name() if turn.state == "writing" else None
-        if numbered:
-            same["id"] = turn.id
-        elif writer is not None:
-            same["state"], writer = "cut", None
-        info = stored_info(turn.info, turn.pictures)
-        place = {"conversation": copy.id, "parent": parent}
-        parent = insert(connection, "turn", **place, **same, writer=writer, info=info)
-        keep_pictures(connection, parent, turn.pictures)
-    if parent is not None:
-        copy._show(connection, parent)
-
-
-def end_answer(
-    copy: Conversation, number: int, state: str, content: str, info: Mapping[str, object]
-) -> None:
-    """End an answer in the copy whose writer began it in the file."""
-    with copy._database.transaction() as connection:
-        settle(connection, number, state, content, info)
-
-
-def merge(file: Conversation, copy: Conversation) -> dict[int, int]:
-    """Write turns added to the copy, and answers that ended there, into the file.
-
-    Returns:
-        The file's numbers of the added turns, by their numbers in the copy.
-
-    Raises:
-        StorageError: an answer is still being written, or the file cannot be written; nothing is
-        changed.
-    """
-    rows = copy._database.rows("SELECT * FROM turn WHERE conversation = ? ORDER BY id", (copy.id,))
-    if any(row["state"] == "writing" and row["id"] >= MEMORY_FIRST for row in rows):
-        raise StorageError("an answer is still being written")
-    facts, shown = copy._row(), copy.turns
-    numbers: dict[int, int] = {}
-    with file._database.transaction() as connection:
-        for row in rows:
-            if row["id"] >= MEMORY_FIRST:
-                values = {name: row[name] for name in _TURN}
-                parent = numbers.get(row["parent"], row["parent"])
-                number = insert(connection, "turn", conversation=file.id, parent=parent, **values)
-                numbers[row["id"]] = number
-                pictures = split_info(row["info"], len(row["content"]), copy._picture)[1]
-                keep_pictures(connection, number, pictures)
-            elif row["state"] != "writing" and file.turn(row["id"]).state == "writing":
-                info = json.loads(row["info"])
-                settle(connection, row["id"], row["state"], row["content"], info)
-        connection.execute(
-            f"UPDATE conversation SET {', '.join(f'{name} = ?' for name in _FACTS)} WHERE id = ?",
-            (*(facts[name] for name in _FACTS), file.id),
-        )
-        if shown:
-            file._show(connection, numbers.get(shown[-1].id, shown[-1].id))
-    return numbers

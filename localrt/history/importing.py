@@ -10,27 +10,24 @@ from __future__ import annotations
 import html
 import re
 import sqlite3
+import uuid
 import zipfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, StorageError, reason_of
 from localrt.common.files import MOST_BYTES, parse_json, read_bytes, read_stream, text_lines
-from localrt.history.conversation import Conversation, title_of
-from localrt.history.database import insert
-from localrt.history.pictures import (
-    LARGEST_PICTURE,
-    KeptPicture,
-    keep_pictures,
-    read_picture,
-    stored_info,
-)
+from localrt.common.formatting import one_line
+from localrt.common.progress import Progress, ProgressCallback
+from localrt.history.database import Database
+from localrt.history.operations import Begin, KeepDraft, TurnData, forget, show, title_of
+from localrt.history.pictures import LARGEST_PICTURE, KeptPicture, read_picture
 from localrt.history.presets import check_options
 
 _MOST_UNPACKED = 1 << 30  # bytes of all texts in a ZIP file
@@ -49,19 +46,18 @@ _DATED = """
         (SELECT min(created), max(created) FROM turn WHERE turn.conversation = conversation.id)
     WHERE id = ?
 """
+_FIRST = """
+    SELECT turn.content FROM conversation JOIN turn ON turn.id = first WHERE conversation.id = ?
+"""
 _Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedFile:
-    """The ``conversations`` of a file, in its order, and lines about what was ``left_out``."""
-
-    conversations: tuple[Conversation, ...]
-    left_out: tuple[str, ...] = ()
-
-
-def load_file(new: Callable[..., Conversation], path: Path) -> LoadedFile:
-    """Write the conversations of a file by ``new``: see ``History.load_file``."""
+def load_file(
+    database: Database, path: Path, progress: ProgressCallback | None
+) -> tuple[list[str], tuple[str, ...]]:
+    """Write the conversations of a file, in one transaction; return their ids, and lines about what
+    was left out: see ``History.load_file``.
+    """
     left: Counter[str] = Counter()
     with ExitStack() as stack:
         archive, documents = _documents(path, stack, left)
@@ -70,14 +66,20 @@ def load_file(new: Callable[..., Conversation], path: Path) -> LoadedFile:
             items = [_own(path, record)]
         else:
             items = [each for document in documents for each in _items(document)]
-        written = [_written(new, item, archive, left) for item in items]
-    conversations = tuple(each for each in written if each is not None)
-    if not conversations:
-        raise StorageError(
-            f"{path} is not a saved chat, and no export of ChatGPT, LM Studio, llama.cpp or Open "
-            "WebUI that has messages"
-        )
-    return LoadedFile(conversations, tuple(f"{what}: {count}" for what, count in (+left).items()))
+        connection = stack.enter_context(database.transaction())
+        found = []
+        for done, item in enumerate(items, 1):
+            found.append(_written(connection, item, archive, left))
+            if progress is not None:
+                about = one_line(path.name)
+                progress(Progress("import", done, len(items), "conversations", about))
+        ids = [*filter(None, found)]
+        if not ids:
+            raise StorageError(
+                f"{path} is not a saved chat, and no export of ChatGPT, LM Studio, llama.cpp or "
+                "Open WebUI that has messages"
+            )
+    return ids, tuple(f"{what}: {count}" for what, count in (+left).items())
 
 
 def _documents(
@@ -269,12 +271,12 @@ class _Message:
 
 
 def _written(
-    new: Callable[..., Conversation],
+    connection: sqlite3.Connection,
     item: _Json,
     archive: zipfile.ZipFile | None,
     left: Counter[str],
-) -> Conversation | None:
-    """Write a conversation in OpenAI's form, its turns in one transaction; None if it has none."""
+) -> str | None:
+    """Write a conversation in OpenAI's form; return its id, or None if it has no messages."""
     about, entries = _dict(item.get("conv")) or item, [*map(_dict, _list(item.get("messages")))]
     messages: dict[str, _Message] = {}
     last = ""
@@ -290,27 +292,31 @@ def _written(
         options = {}
     said = [each.parts for each in messages.values() if each.role in _SYSTEM]
     systems = [_text(item.get("system")), *(part.get("text", "") for each in said for part in each)]
-    conversation = new(
+    id = uuid.uuid4().hex
+    Begin(
+        conversation=id,
         model=next(filter(None, (_text(each.get("model")) for each in (item, *entries))), ""),
         system="\n\n".join(filter(None, systems)) or None,
         options=options,
-    )
-    with conversation._database.transaction() as connection:
-        numbers = _write_turns(connection, conversation, messages, archive, left)
-        shown = numbers.get(str(about.get("currNode") or about.get("current") or last))
-        shown = shown or max(filter(None, numbers.values()), default=None)
-        if shown is None:  # the messages follow each other in a circle
-            return None
-        conversation._show(connection, shown)
-        title = _text(about.get("title", about.get("name"))).strip()
-        title = title_of(title or conversation.turns[0].content)
-        connection.execute(_DATED, (title, conversation.id))
-    return conversation
+    ).apply(connection)
+    numbers = _write_turns(connection, id, messages, archive, left)
+    shown = numbers.get(str(about.get("currNode") or about.get("current") or last))
+    shown = shown or max(filter(None, numbers.values()), default=None)
+    if shown is None:  # the messages follow each other in a circle
+        forget(connection, id)
+        return None
+    show(connection, id, shown)
+    first = connection.execute(_FIRST, (id,)).fetchone()["content"]
+    title = title_of(_text(about.get("title", about.get("name"))).strip() or first)
+    connection.execute(_DATED, (title, id))
+    if draft := _text(item.get("draft")):
+        KeepDraft(conversation=id, writer="", text=draft).apply(connection)
+    return id
 
 
 def _write_turns(
     connection: sqlite3.Connection,
-    conversation: Conversation,
+    conversation: str,
     messages: Mapping[str, _Message],
     archive: zipfile.ZipFile | None,
     left: Counter[str],
@@ -336,18 +342,9 @@ def _write_turns(
             thoughts[message.id] = thought
             continue
         content, pictures = _content(message, thought, archive, left)
-        number = numbers[message.id] = insert(
-            connection,
-            "turn",
-            conversation=conversation.id,
-            parent=above,
-            role=message.role,
-            content=content,
-            state="done",
-            created=message.created or conversation.created,
-            info=stored_info(info, pictures),
-        )
-        keep_pictures(connection, number, pictures)
+        turn = TurnData(role=message.role, content=content, parent=above, info=info)
+        turn = replace(turn, pictures=pictures, created=message.created or turn.created)
+        number = numbers[message.id] = turn.add(connection, conversation)
         # So that each branch is shown to its end.
         connection.execute("UPDATE turn SET next = ? WHERE id = ?", (number, above))
     return numbers

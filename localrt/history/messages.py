@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from localrt.common.files import parse_json
 from localrt.common.formatting import format_bytes
 from localrt.engine.types import Chunk, Message, Metrics, ToolCall
+from localrt.history.answer_writer import AnswerWriter
 from localrt.history.conversation import Turn
-from localrt.history.database import AnswerWriter
 from localrt.history.pictures import joined_text
 from localrt.mcp.config import ToolResult
 from localrt.mcp.toolbox import REFUSED, STOPPED, Toolbox

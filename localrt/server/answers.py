@@ -22,6 +22,7 @@ from localrt.common.formatting import printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, ToolCall
 from localrt.history import AnswerWriter, Conversation, History, Turn
+from localrt.history.database import GoneError
 from localrt.history.messages import (
     AnswerRecord,
     answer_counts,
@@ -45,7 +46,6 @@ if TYPE_CHECKING:  # they take a megabyte, and few servers' clients use tools of
 
 _FRAME_S = 0.05  # the least time between two events
 _PATIENCE = 10  # and how many times as long as a text takes to become HTML
-_RETRY_S = 2.0  # while the disk is full
 _LOOK_S = 0.1  # between looks at a call
 _CLOSE_S = 5.0
 
@@ -74,7 +74,7 @@ class Answers:
 
     def history_of(self, conversation: str) -> History:
         """The history that a conversation is in, if it is in one."""
-        with suppress(StorageError):
+        with suppress(GoneError):
             self.temporary.open(conversation)
             return self.temporary
         return self.history
@@ -137,7 +137,7 @@ class Answers:
             if one.conversation == conversation:
                 one.stop()
 
-    async def close(self) -> None:
+    async def close(self, service: Service) -> None:
         """Wait until all is saved, and close all; the service must have stopped."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_CLOSE_S)
@@ -145,7 +145,10 @@ class Answers:
             await asyncio.to_thread(self.toolbox.close)
         for name in ("history", "temporary"):
             if name in self.__dict__:
-                getattr(self, name).close()
+                try:
+                    await asyncio.to_thread(getattr(self, name).close)
+                except StorageError as error:
+                    service.note_once("history", str(error))
 
 
 class OpenCall:
@@ -254,7 +257,7 @@ class ConversationAnswer:
                 info["ways"] = await asyncio.to_thread(self._ways)
             if self._summed_up is not None:
                 info["summary"] = True
-            await self._save(state, info)
+            await asyncio.to_thread(self._writer.finish, state, info=info)
             if self._summed_up is not None and state == "done":
                 return [], await asyncio.to_thread(self._asked_again, self._summed_up)
             return await asyncio.to_thread(self._begun, calls), None
@@ -355,11 +358,3 @@ class ConversationAnswer:
     def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-    async def _save(self, state: str, info: dict[str, Any]) -> None:
-        while True:
-            try:
-                return await asyncio.to_thread(self._writer.finish, state, info=info)
-            except StorageError as error:
-                self.request.service.note_once("history", f"an answer is not saved yet: {error}")
-            await asyncio.sleep(_RETRY_S)

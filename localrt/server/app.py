@@ -93,13 +93,18 @@ SCHEMAS = (
 # -- the application -----------------------------------------------------------------------------
 
 
+def _patient_history() -> History:
+    """The user's history, which is tried again if it cannot be opened now."""
+    return History(patient=True)
+
+
 def create_app(
     model: Model | Models,
     options: ServeOptions | None = None,
     *,
     log: Callable[[LogLine], None] | None = None,
     note: Callable[[str], None] | None = None,
-    open_history: Callable[[], History] = History,
+    open_history: Callable[[], History] = _patient_history,
     config_dir: Path | None = None,
 ) -> Starlette:
     """Return the application that serves ``model``, which the caller closes, or several models.
@@ -129,7 +134,7 @@ def create_app(
             with suppress(asyncio.CancelledError):
                 await tending
             service.stop()
-            await app.state.answers.close()
+            await app.state.answers.close(service)
             await asyncio.to_thread(models.close)
 
     paths = [one.path for one in ROUTES]

@@ -16,9 +16,10 @@ from starlette.responses import Response, StreamingResponse
 
 from localrt import system
 from localrt.chat_format.thinking import parted
-from localrt.common.errors import OptionError, StorageError
+from localrt.common.errors import OptionError
 from localrt.engine.options import read_options
 from localrt.history import AnswerWriter, Conversation, ConversationInfo, Turn
+from localrt.history.database import GoneError
 from localrt.history.messages import summary_turns
 from localrt.server.about import known_facts
 from localrt.server.answers import Answers, ConversationAnswer, OpenCall
@@ -113,19 +114,19 @@ def open_conversation(answers: Answers, request: Request) -> Conversation:
     name = request.path_params["id"]
     try:
         return answers.history_of(name).open(name)
-    except StorageError as error:
+    except GoneError as error:
         raise ApiError(404, f"there is no conversation {name[:80]!r}") from error
 
 
 def _turn(conversation: Conversation, name: str) -> Turn:
     try:
         return conversation.turn(_number(name))
-    except StorageError as error:
+    except GoneError as error:
         raise ApiError(404, f"the conversation has no item {name[:80]!r}") from error
 
 
 def _number(name: str) -> int:
-    return int(name) if name.isascii() and name.isdigit() and len(name) < 16 else -1
+    return int(name) if name.isascii() and name.isdigit() and len(name) < 19 else -1
 
 
 # -- conversations ---------------------------------------------------------------------------------
@@ -138,9 +139,12 @@ def described(found: Conversation | ConversationInfo) -> Payload:
 
 
 def conversations(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """The conversations, latest use first, or those with the words of ``search``."""
+    """The conversations, latest use first, or those with the words of ``search``; and why some
+    changes are not saved.
+    """
     found = answers.history.list(request.query_params.get("search", ""), limit=_MOST_FOUND)
-    return {"data": [{**described(one), "snippet": one.snippet} for one in found]}
+    listed = [{**described(one), "snippet": one.snippet} for one in found]
+    return {"data": listed, "problem": answers.history.problem}
 
 
 def conversation(answers: Answers, request: Request, fields: Payload) -> Payload:
@@ -166,7 +170,8 @@ def conversation(answers: Answers, request: Request, fields: Payload) -> Payload
         found.keep_draft(fields["draft"])
     if shown is not None:
         found.show(shown)
-    settings = {"instructions": found.system, "options": found.options, "draft": found.draft}
+    draft = found.draft if "draft" in fields else found.take_draft()
+    settings = {"instructions": found.system, "options": found.options, "draft": draft}
     return {
         **described(found),
         **settings,

@@ -22,7 +22,6 @@ from PIL import Image
 from localrt import CancelledError, Conversation, History, OptionError, StorageError
 from localrt.common.processes import is_alive, own_name
 from localrt.history import database
-from localrt.history.conversation import withdraw
 from localrt.history.pictures import small_image
 from localrt.models.vision.picture import open_picture
 from tests.picture_files import READ
@@ -205,12 +204,12 @@ def test_a_failing_disk_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     opened, times = database._opened, list[int]()
 
-    def failing(path: Path) -> sqlite3.Connection:
+    def failing(path: Path, **how: bool) -> sqlite3.Connection:
         """As SQLite makes of a read that fails, once."""
         times.append(1)
         if len(times) == 1:
             raise sqlite3.DatabaseError("database disk image is malformed")
-        return opened(path)
+        return opened(path, **how)
 
     def unreadable(self: Path, mode: str) -> io.BytesIO:
         raise OSError(errno.EIO, "Input/output error", str(self))
@@ -235,7 +234,7 @@ def test_newer_file(tmp_path: Path) -> None:
     with History(path) as history:
         assert "newer" in history.notes[0]
         history.new(model="m").add("user", "here")
-        assert history.path.name == "h.v2.db"
+        assert history.path.name == "h.v3.db"
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchone() == (99,)
 
@@ -248,14 +247,17 @@ def test_full_disk(history: History) -> None:
     history._database.rows(f"PRAGMA max_page_count = {pages}")
     text = "A sentence that needs room. " * 2000
     writer.write(text)
-    assert writer.problem is not None
-    assert "disk is full" in writer.problem
-    assert writer.text == text
-    with pytest.raises(StorageError, match="disk is full"):
-        writer.finish()
-    history._database.rows("PRAGMA max_page_count = 1000000")
+    assert (history.unsaved, writer.text, said(talk)) == (1, text, ["q", text])
+    assert "1 change is not on disk yet" in history.problem
+    assert "disk is full" in history.problem
     writer.finish()
-    assert said(talk) == ["q", text]
+    assert not history.save()
+    history._database.rows("PRAGMA max_page_count = 1000000")
+    assert history.save()
+    assert (history.unsaved, history.problem) == (0, "")
+    assert history.path is not None
+    with History(history.path) as later:
+        assert said(later.open(talk.id)) == ["q", text]
 
 
 def test_unusable_path(tmp_path: Path) -> None:
@@ -430,7 +432,7 @@ def test_withdraw(history: History) -> None:
     """The turn and what follows it are gone; what was shown before it is shown again."""
     conversation = history.new(model="m")
     first = conversation.add("user", "First words")
-    withdraw(conversation, first.id)
+    conversation.remove(first.id, sweep=False)
     assert (conversation.turns, conversation.title, history.list()) == ((), "", [])
     question = conversation.add("user", "Hi")
     with conversation.answer() as writer:
@@ -438,7 +440,7 @@ def test_withdraw(history: History) -> None:
     again = conversation.add("user", "Hi!", after=0)
     with conversation.answer() as writer:
         writer.write("unheard")
-    withdraw(conversation, again.id)
+    conversation.remove(again.id, sweep=False)
     assert [(turn.content, turn.branches) for turn in conversation.turns] == [
         ("Hi", 1),
         ("Hello.", 1),

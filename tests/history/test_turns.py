@@ -14,8 +14,8 @@ import pytest
 
 from localrt import Chunk, Conversation, History, Metrics, OptionError, StorageError
 from localrt.engine import saved_caches
-from localrt.history import database
 from localrt.history.messages import AnswerRecord, messages_for_model, summary_turns, ways_out
+from localrt.history.operations import Begin
 from localrt.planning.forecast import PlannedContext
 from tests.history.test_history import history, said
 from tests.picture_files import READ
@@ -206,42 +206,56 @@ os.kill(os.getpid(), 9)
 
 def test_a_draft_outlives_its_app(history: History) -> None:
     talk, empty = asked(history, "q"), [history.new(model="m") for _ in range(3)]
+    for one in empty:
+        one.keep_draft("here")  # by this app, which runs
+    talk.keep_draft("And")
     for one in (talk, *empty[:2]):
         end_of_child(_DRAFTS, history.path, one.id, "Not yet")
-    empty[2].keep_draft("here")  # by this app, which runs
-    assert talk.draft == "Not yet"
+    assert talk.draft == "And"
+    assert talk.take_draft() == talk.draft == "And\n\nNot yet"
+    for one in empty[:2]:
+        one.keep_draft("")
     for one in (empty[1], empty[0]):  # the newest first, each once
         found = history.unsent()
         assert found is not None
         assert (found.id, found.draft) == (one.id, "Not yet")
     assert history.unsent() is None
-    history._database.rows("UPDATE conversation SET created = 0")
-    assert history.path is not None
-    with History(history.path) as later:  # which deletes empty ones
-        assert later.open(empty[0].id).draft == "Not yet"
     empty[0].keep_draft("")
     assert empty[0].draft == ""
     history.delete(empty[0].id)
     empty[0].keep_draft("it is gone")  # never an error
 
 
-def test_file_of_before_asides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a file gets the table, and the earlier release opens it then, too."""
-    path, now = tmp_path / "h.db", database._SCHEMA
-    start, end = now.index("CREATE TABLE IF NOT EXISTS aside"), now.index("CREATE VIRTUAL TABLE")
-    monkeypatch.setattr(database, "_SCHEMA", now[:start] + now[end:])
-    with closing(sqlite3.connect(path)) as connection:
-        connection.executescript(database._SCHEMA)
-    monkeypatch.setattr(database, "_SCHEMA", now)
+# What releases of version 2 made; ``aside`` came later, without another version.
+_ASIDES = """
+    CREATE TABLE aside (
+        conversation TEXT PRIMARY KEY REFERENCES conversation (id) ON DELETE CASCADE,
+        pinned REAL, draft TEXT NOT NULL DEFAULT '', writer TEXT
+    );
+    INSERT INTO aside VALUES ('c', 1.0, 'not sent', '1@0.00'), ('d', NULL, 'nor this', NULL);
+"""
+
+
+@pytest.mark.parametrize("asides", [_ASIDES, ""], ids=["asides", "before"])
+def test_older_file(tmp_path: Path, asides: str) -> None:
+    """It opens as before, and the earlier release refuses it from then on."""
+    path = tmp_path / "h.db"
     with History(path) as history:
-        asked(history, "q").set(pinned=True)
+        for id in "cd":
+            change = Begin(conversation=id, model="m", system=None, options={})
+            with history._database.transaction() as connection:
+                change.apply(connection)
+            history.open(id).add("user", f"word {id}")
     with closing(sqlite3.connect(path)) as connection:
-        assert connection.execute("PRAGMA user_version").fetchone() == (2,)
-        connection.execute("UPDATE turn SET content = 'changed'")
-        connection.commit()
+        old = f"DROP TABLE draft; DROP TABLE debt; DROP TABLE aside; {asides}"
+        connection.executescript(f"{old} PRAGMA user_version = 2")
     with History(path) as history:
-        assert history.notes == ()
-        assert [info.pinned for info in history.list("changed")] == [True]
+        found = {info.id: info for info in history.list("word")}
+        assert [found["c"].pinned, found["d"].pinned] == [bool(asides), False]
+        drafts = [history.open(id).take_draft() for id in "cd"]
+        assert drafts == (["not sent", "nor this"] if asides else ["", ""])
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA user_version").fetchone() == (3,)
 
 
 # -- the context is full ---------------------------------------------------------------------------

@@ -275,17 +275,18 @@ async def test_drafts(model: FakeModel, opening: Opening, monkeypatch: pytest.Mo
     monkeypatch.setattr("localrt.tui.chat.screen._OTHERS_SECONDS", 0.01)
     async with running(model, history=opening) as (app, pilot):
         await pilot.press(*"first")
-        await until(pilot, lambda: app.state.conversation.draft == "first")
+        await until(pilot, lambda: app.chat._kept == "first")
         async with running(FakeModel(), history=opening) as (other, _):
             assert screen.composer(other).text == "", "it is the first window's"
         await pilot.press("enter")
         await until(pilot, lambda: screen.answers(app) == ["Hello there."] and idle(app))
-        assert app.state.conversation.draft == ""
+        assert app.state.conversation.take_draft() == ""
         await pilot.press(*"second", "ctrl+n")
         await until(pilot, lambda: not screen.users(app))
         assert screen.composer(app).text == ""
         await pilot.press(*"third", "ctrl+q")
-    monkeypatch.setattr("localrt.history.history.is_alive", lambda name: False)
+    for room in ("history", "operations"):
+        monkeypatch.setattr(f"localrt.history.{room}.is_alive", lambda name: False)
     async with running(model, history=opening) as (app, pilot):
         assert screen.composer(app).text == "third"
         await listed(pilot)
@@ -429,7 +430,7 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         await asked(pilot, "One")
         history = app.state.history
         assert history is not None
-        connection = history._database._connection
+        connection = history._database._connections[0]
         (pages,) = connection.execute("PRAGMA page_count").fetchone()
         connection.execute(f"PRAGMA max_page_count = {pages}")  # as full as a disk gets
         model.answer = ["A long answer. " * 4000]
@@ -438,17 +439,17 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         model.answer = ["Short."]
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.answers(app)[-1:] == ["Short."] and idle(app))
-        problems = [line for line in screen.notices(app, "error") if "Not saved to disk" in line]
+        problems = [line for line in screen.notices(app, "error") if "not on disk yet" in line]
         assert len(problems) == 1
         assert "full" in problems[0]
         assert screen.users(app) == ["One", "Two", "Three"]
         assert model.given("user") == ["One", "Two", "Three"]
         await pilot.press("ctrl+q")
-        await pilot.pause()
-        assert app.is_running, "leaving would lose it"
+        await until(pilot, lambda: isinstance(app.screen, Ask))
+        await pilot.press("escape")
         connection.execute("PRAGMA max_page_count = 1000000")
         await asked(pilot, "Four")
-        assert any("to disk again" in line for line in screen.notices(app, "error"))
+        await until(pilot, lambda: screen.notices(app)[-1:] == ["All is saved to disk again"])
         await pilot.press("alt+left")
         await until(pilot, lambda: screen.answers(app)[-1].startswith("A long answer."))
     with opening() as history:
@@ -552,7 +553,7 @@ async def test_running_answer_elsewhere(opening: Opening, monkeypatch: pytest.Mo
             await asked(left, "Fifth")
             assert one.given()[-3:] == ["Third", "One.", "Fifth"]
             assert screen.marks(first) == []
-            assert not first.state.conversation.unsaved
+            assert not first.state.history.unsaved
             two.release()
 
 
@@ -584,7 +585,7 @@ class _Model(FakeModel):
 
 def loaded(path: Path) -> list[Any]:
     """The messages of a saved chat, once the app has opened it."""
-    state = ChatState(None, model="m", system=None, options={}, on_problem=lambda line: None)
+    state = ChatState(None, model="m", system=None, options={})
     state._model = cast(Any, _Model())
     state.load(path)
     try:

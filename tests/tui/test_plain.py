@@ -210,7 +210,7 @@ def test_settings_and_drafts(model: FakeModel, chat: Chat, tmp_path: Path) -> No
         assert b"secret words" not in path.read_bytes()
     with History(tmp_path / "history.db") as history:
         history.new(model="m").keep_draft("half a thought")
-        history._database._connection.execute("UPDATE aside SET writer = NULL")
+        history._database.rows("UPDATE draft SET writer = ''")
     assert "Not sent yet: half a thought" in chat("/new")
 
 

@@ -149,9 +149,7 @@ def kept(folder: Path) -> list[Turn]:
 def draft(folder: Path) -> str:
     """The message that is kept with the conversation used last, or without one."""
     with History(folder / DATA / "history.db") as history:
-        found = history.list()
-        unsent = history.open(found[0].id) if found else history.unsent()
-        return unsent.draft if unsent is not None else ""
+        return "".join(row["text"] for row in history._database.rows("SELECT text FROM draft"))
 
 
 def kept_answer(folder: Path) -> str:
@@ -237,7 +235,7 @@ async def work(screen):
 def test_crash(broken: str, tmp_path: Path) -> None:
     with History(tmp_path / DATA / "history.db") as history:
         history.new(model="m").keep_draft("what was written: ")
-        history._database._connection.execute("UPDATE aside SET writer = NULL")
+        history._database.rows("UPDATE draft SET writer = ''")
     with ExitStack() as stack:
         shell = Shell(tmp_path, stack, f"{BREAKS}ChatScreen.action_panel = {broken}")
         wait_for(lambda: shell.shows("what was written"))  # the draft of before

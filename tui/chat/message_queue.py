@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -139,7 +139,11 @@ class MessageQueue:
             self.add(draft, waiting=True)
 
     def send_next(self, chat: ChatSession) -> bool:
-        """Send the first waiting message, unless one is being answered here or elsewhere."""
+        """Send the first waiting message, unless one is being answered here or elsewhere.
+
+        Raises:
+            StorageError: what it follows was deleted elsewhere; the message still waits.
+        """
         if self.answering or not self._waiting:
             return False
         self.catch_up()
@@ -148,11 +152,11 @@ class MessageQueue:
             first.block.waiting = True
             self._changed(first.block)
             return False
-        self._waiting.popleft()
         after = self.conversation.end if first.after is None else first.after
         self._show_until(after)
         draft = first.draft
         turn = self.conversation.add("user", draft.content, after=after, info=draft.info)
+        self._waiting.popleft()
         block = first.block
         block.turn, block.branch, block.branches = turn.id, turn.branch, turn.branches
         block.waiting = False
@@ -337,16 +341,17 @@ class MessageQueue:
             view.add(*added, *waiting)
         return changed or bool(added)
 
+    def give_up(self) -> None:
+        """Leave an answer that does not go on, as its conversation was deleted elsewhere."""
+        now, self._now = self._now, None
+        if now is not None:
+            now.reply.cancel()
+            now.answer.finish()
+
     @property
     def _branch_waits(self) -> int | None:
         """The turn after which a waiting message begins a branch."""
         return next((each.after for each in self._waiting if each.after is not None), None)
-
-    def renumber(self, numbers: Mapping[int, int]) -> None:
-        """Apply new turn numbers."""
-        for block in self._view.blocks:
-            if block.turn is not None:
-                block.turn = numbers.get(block.turn, block.turn)
 
     def _start(
         self,

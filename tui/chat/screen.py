@@ -18,7 +18,7 @@ from textual.screen import Screen
 from textual.timer import Timer
 from textual.worker import Worker
 
-from localrt.common.errors import LocalrtError, OptionError
+from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.history.messages import Decision, Way
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.chat.bars import (
@@ -277,9 +277,18 @@ class ChatScreen(Screen[None]):
         session = self.state.session
         if not all(self._takes(draft.pictures) for draft in self.queue.drafts[:1]):
             self.composer.put_back(self.queue.take_back())
-        if session is not None and self.queue.send_next(session.chat):
-            self._begin_watching()
+        try:
+            if session is not None and self.queue.send_next(session.chat):
+                self._begin_watching()
+        except StorageError as error:
+            self._give_up(error)
         self.keep_draft()
+
+    def _give_up(self, error: StorageError) -> None:
+        """Tell why an answer or a message does not go on. What was typed is typed again."""
+        self.queue.give_up()
+        self.composer.put_back(self.queue.take_back())
+        self.say(one_line(error), "error")
 
     def keep_draft(self) -> None:
         """Keep what is not sent yet with its conversation, if it has changed."""
@@ -304,6 +313,12 @@ class ChatScreen(Screen[None]):
             self._ticker.resume()
 
     def _watch_answer(self) -> None:
+        try:
+            self._look_at_answer()
+        except StorageError as error:
+            self._give_up(error)
+
+    def _look_at_answer(self) -> None:
         update = self.queue.look()
         if update is None:
             if self.footer.status.phase is Phase.TOOLS and not self.queue.calling:
@@ -337,6 +352,10 @@ class ChatScreen(Screen[None]):
         """Show other windows' messages; a queued message may have waited for their answer."""
         self.keep_draft()
         news = self.queue.catch_up()
+        if self.state.session is not None and not self.queue.answering:
+            self.state.session.take_facts()
+        if line := self.state.news():
+            self.say(line, "error" if self.state.history.problem else "info")
         if not self.state.conversation.written_elsewhere:
             if news:
                 self._count_tokens()
@@ -401,7 +420,7 @@ class ChatScreen(Screen[None]):
             self._editing = None
             waiting = self.queue.take_back()
             # What was typed stays with a conversation that the list shows.
-            taken = "" if (left.turns and left.saved) or left.temporary else text
+            taken = "" if left.turns or left.temporary else text
             left.keep_draft("" if taken else self.composer.attachments.unfolded(text))
             self._show_conversation(taken)
             self.queue.add_waiting(waiting)
@@ -434,7 +453,7 @@ class ChatScreen(Screen[None]):
         conversation = self.state.conversation
         self.queue.show(conversation)
         self.footer.change(temporary=conversation.temporary)
-        self._kept = conversation.draft
+        self._kept = conversation.take_draft()
         self.composer.put("\n\n".join(filter(None, (self._kept, typed))))
         turns = conversation.turns
         self.composer.remember(draft_of(turn) for turn in turns if turn.role == "user")

@@ -1,25 +1,23 @@
-"""The open conversation, kept in the history as long as the disk allows.
+"""The open conversation, as one window shows it.
 
-If its file cannot be written, it continues in a history in memory and tells the user in one line;
-new turns are written back, branches included, as soon as that works again. Knows no widget.
+What other windows change of it is read again; what this one changes is the history's to keep, which
+tries again while its file cannot be written. Knows no widget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import StorageError
-from localrt.history.conversation import withdraw
-from localrt.history.history import copy_to_memory, end_answer, merge
+from localrt.history.database import GoneError
 from localrt.history.messages import is_nothing, messages_for_model, summary_turns
 
 if TYPE_CHECKING:
-    from localrt import AnswerWriter, Conversation, History, Message, Turn
+    from localrt import AnswerWriter, Conversation, Message, Turn
 
-_Result = TypeVar("_Result")
-_FACTS = ("id", "title", "model", "system", "options")
+_FACTS = ("title", "model", "system", "options")
 _SHOWN_PROMPT = 60  # characters
 _NOTES = {
     "cut": "cut off: the app ended here",
@@ -36,29 +34,13 @@ class OpenConversation:
     adds what other windows have written. If another window begins a branch, this window keeps
     showing its own. A model that does not see gets pictures' names in their places.
 
-    Args:
-        stored: the conversation.
-        memory: opens the fallback history in memory; None if ``stored`` is in memory.
-        temporary: nothing of it may be written to the disk.
-        on_moved: called with the old and new numbers of turns when they reach the file.
-        on_problem: called with one line when saving fails or works again.
+    ``temporary``: nothing of it may be written to the disk.
     """
 
-    def __init__(
-        self,
-        stored: Conversation,
-        memory: Callable[[], History] | None,
-        *,
-        temporary: bool = False,
-        on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
-        on_problem: Callable[[str], None] = lambda line: None,
-    ) -> None:
+    def __init__(self, stored: Conversation, *, temporary: bool = False) -> None:
         self.sees, self.temporary = True, temporary
+        self.gone = False  # whether another window has deleted it
         self._stored = stored
-        self._memory = memory
-        self._file: Conversation | None = None  # the stored one while this is in memory
-        self._on_moved, self._on_problem = on_moved, on_problem
-        self._moved: dict[int, int] = {}
         self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
         self._writing = set[int]()  # turns being written by this window
         self._hidden = set[int]()  # hidden turns; everything after them is hidden too
@@ -68,20 +50,11 @@ class OpenConversation:
     @property
     def saved(self) -> bool:
         """Whether all of it is in a file, and no window has deleted it."""
-        if self._memory is None or self._file is not None:
-            return False
-        with suppress(StorageError):  # raised if it was deleted
-            return isinstance(self._stored.title, str)
-        return False
-
-    @property
-    def unsaved(self) -> bool:
-        """Whether something is not in the file yet."""
-        return self._file is not None
+        return self._stored.is_kept
 
     @property
     def id(self) -> str:
-        return str(self._facts["id"])
+        return self._stored.id
 
     @property
     def title(self) -> str:
@@ -116,9 +89,7 @@ class OpenConversation:
     @property
     def written_elsewhere(self) -> bool:
         """Whether another window is writing in the shown branch."""
-        return not self.unsaved and any(
-            turn.state == "writing" and turn.id not in self._writing for turn in self._turns
-        )
+        return any(turn.state == "writing" and turn.id not in self._writing for turn in self._turns)
 
     def turns_now(self) -> tuple[Turn, ...]:
         """The shown branch, with the saved part of an answer that is being written."""
@@ -129,13 +100,18 @@ class OpenConversation:
 
     def refresh(self) -> bool:
         """Read what other windows may have written; False if there is nothing new."""
-        with suppress(StorageError):
+        try:
             version = self._stored.version
             # If another window is killed, the end of its answer is never written.
             if version != self._version or self.written_elsewhere:
                 self._version = version
+                self._facts |= {name: getattr(self._stored, name) for name in _FACTS}
                 self._read()
                 return True
+        except GoneError:
+            self.gone = True
+        except StorageError:  # it cannot be read now
+            pass
         return False
 
     def _read(self, through: int | None = None) -> None:
@@ -185,8 +161,13 @@ class OpenConversation:
 
     def set(self, **changes: Any) -> None:
         """Change ``title``, ``model``, ``system`` or ``options``."""
+        facts = {name: value for name, value in changes.items() if name != "options"}
+        if "options" in changes:  # what another window has set meanwhile stays
+            before, options = self.options, changes["options"]
+            names = {name for name in {*before, *options} if before.get(name) != options.get(name)}
+            self._stored.change_options({name: options.get(name) for name in names})
+        self._stored.set(**facts)
         self._facts.update(changes)
-        self._change(lambda: self._stored.set(**changes))
 
     def add(
         self,
@@ -197,9 +178,7 @@ class OpenConversation:
         info: Mapping[str, object] | None = None,
     ) -> Turn:
         """Add a turn after turn ``after``, 0 for the beginning, and show it."""
-        self.save()
-        after = self._moved.get(after, after)
-        turn = self._change(lambda: self._stored.add(role, content, after=after, info=info))
+        turn = self._stored.add(role, content, after=after, info=info)
         self._read(turn.id)
         return turn
 
@@ -207,53 +186,40 @@ class OpenConversation:
         self, *, after: int, role: str = "assistant", info: Mapping[str, object] | None = None
     ) -> AnswerWriter:
         """Begin an answer, or the result of a ``"tool"``; ``finish`` ends it."""
-        after = self._moved.get(after, after)
-        writer = self._change(lambda: self._stored.answer(after=after, role=role, info=info))
+        return self._begun(self._stored.answer(after=after, role=role, info=info))
+
+    def reopen(self, number: int) -> AnswerWriter:
+        """Continue the last answer, as ``Conversation.reopen``; ``finish`` ends it."""
+        return self._begun(self._stored.reopen(number))
+
+    def _begun(self, writer: AnswerWriter) -> AnswerWriter:
         self._writing.add(writer.turn)
         self._read(writer.turn)
         return writer
 
-    def reopen(self, number: int) -> AnswerWriter:
-        """Continue the last answer, as ``Conversation.reopen``; ``finish`` ends it."""
-        self.save()
-        number = self._moved.get(number, number)
-        writer = self._change(lambda: self._stored.reopen(number))
-        self._writing.add(number)
-        self._read(number)
-        return writer
-
     def edit_answer(self, number: int, text: str) -> Turn:
         """Add and show an answer with this text beside answer ``number``."""
-        self.save()
-        number = self._moved.get(number, number)
-        turn = self._change(lambda: self._stored.edit_answer(number, text))
+        turn = self._stored.edit_answer(number, text)
         self._read(turn.id)
         return turn
 
     def remove(self, number: int) -> None:
         """Remove a turn and what follows it, for good."""
-        if not self.save():
-            raise StorageError("nothing can be removed while the file cannot be written")
-        self._stored.remove(self._moved.get(number, number))
+        self._stored.remove(number)
         self._read()
 
-    @property
-    def draft(self) -> str:
-        """The message that was not sent, or that is being written."""
-        return self._stored.draft
+    def take_draft(self) -> str:
+        """The message that was not sent, of this window or of one that has ended."""
+        with suppress(StorageError):
+            return self._stored.take_draft()
+        return ""
 
     def keep_draft(self, text: str) -> None:
         self._stored.keep_draft(text)
 
     def finish(self, writer: AnswerWriter, state: str, info: Mapping[str, object]) -> None:
         """End an answer; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``."""
-        try:
-            writer.finish(state, info=info)
-        except StorageError as error:
-            self._go_on_in_memory(error)
-        if self.unsaved:
-            old = next((turn.content for turn in self._turns if turn.id == writer.turn), "")
-            end_answer(self._stored, writer.turn, state, writer.text or old, info)
+        writer.finish(state, info=info)
         self._writing.discard(writer.turn)
         self._read()
 
@@ -273,7 +239,7 @@ class OpenConversation:
         return []
 
     def show(self, number: int) -> None:
-        self._change(lambda: self._stored.show(number))
+        self._stored.show(number)
         self._hidden.clear()
         self._read(number)
 
@@ -282,7 +248,8 @@ class OpenConversation:
         are hidden: the next message comes in its place.
         """
         self._hidden.update(self.siblings(number))
-        self._change(lambda: withdraw(self._stored, number))
+        with suppress(GoneError):
+            self._stored.remove(number, sweep=False)
         self._read()
 
     def show_sibling(self, number: int, step: int) -> int:
@@ -299,40 +266,6 @@ class OpenConversation:
             return self._stored.siblings(number)
         except StorageError:
             return (number,)
-
-    def save(self) -> bool:
-        """Write unsaved turns to the file; returns whether all are saved now."""
-        if self._file is None:
-            return True
-        assert self._memory is not None, "it was in a file before"
-        try:
-            numbers = merge(self._file, self._stored)
-            self._memory().delete(self.id)
-        except StorageError:
-            return False
-        self._stored, self._file = self._file, None
-        self._moved |= numbers
-        if self._turns:
-            last = self._turns[-1].id
-            self._hidden = {numbers.get(turn, turn) for turn in self._hidden}
-            self._read(numbers.get(last, last))
-        self._on_moved(numbers)
-        self._on_problem("The conversation is saved to disk again")
-        return True
-
-    def _change(self, change: Callable[[], _Result]) -> _Result:
-        try:
-            return change()
-        except StorageError as error:
-            self._go_on_in_memory(error)
-            return change()
-
-    def _go_on_in_memory(self, error: StorageError) -> None:
-        if self._memory is None or self._file is not None:
-            raise error
-        self._on_problem(f"Not saved to disk for now: {error}; /export PATH saves a copy")
-        copy = copy_to_memory(self._memory(), self.id, self.turns, self._facts)
-        self._stored, self._file = copy, self._stored
 
 
 def answer_note(state: str, finish_reason: str | None = None, *, full: bool = False) -> str:

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from localrt import (
         ChatModel,
         ChatSession,
-        Conversation,
         ConversationInfo,
         LoadedFile,
         PlannedContext,
@@ -63,6 +62,7 @@ class Session:
         except OptionError as error:  # saved by another version
             self.notes = (f"Options of this conversation are ignored: {error}",)
         self.chat: ChatSession = chat
+        self._options_then = conversation.options
         chat.save_while(lambda: conversation.saved)
         conversation.sees = self.sees
         if not self.sees and any(turn.pictures for turn in conversation.turns):
@@ -73,6 +73,14 @@ class Session:
                     f"So far with {conversation.model}, from here with {model.info.name}",
                 )
             conversation.set(model=model.info.name)
+
+    def take_facts(self) -> None:
+        """Answer with the system prompt and the options that another window has set meanwhile."""
+        before, now = self._options_then, self.conversation.options
+        names = {name for name in {*before, *now} if before.get(name) != now.get(name)}
+        self._options_then, self.chat.system = now, self.conversation.system
+        with suppress(OptionError):  # of another version
+            self.chat.set(**{name: now.get(name) for name in names})
 
     @property
     def sees(self) -> bool:
@@ -275,7 +283,6 @@ class ChatState:
         system, options: from the command line, for new conversations; they override ``defaults``.
         defaults: system prompt and options of new conversations.
         presets, toolbox: the user's presets, and the tools that a model is offered.
-        on_problem, on_moved: see ``OpenConversation``.
         on_left: called with a replaced session, to end it.
     """
 
@@ -286,8 +293,6 @@ class ChatState:
         model: str,
         system: str | None,
         options: dict[str, object],
-        on_problem: Callable[[str], None],
-        on_moved: Callable[[Mapping[int, int]], None] = lambda numbers: None,
         on_left: Callable[[Session], None] = Session.leave,
         defaults: Defaults | None = None,
         presets: PresetsFile | None = None,
@@ -302,9 +307,9 @@ class ChatState:
         self.session: Session | None = None
         self.notes: tuple[str, ...] = ()
         self._model: ChatModel | None = None
-        self._on_problem: Callable[[str], None] = self._note
-        self._on_moved, self._on_left = on_moved, on_left
+        self._on_left = on_left
         self._defaults_then = self.defaults  # when the open conversation was opened
+        self._told = ""  # the history's problem that the user was told
         self.history = self._memory
         if open_history is not None:
             try:
@@ -313,11 +318,10 @@ class ChatState:
             except StorageError as error:
                 self.notes = (f"Conversations are not saved: {error}",)
         self.conversation = self._new()
-        self._on_problem = on_problem
 
     @cached_property
     def _memory(self) -> History:
-        """A history in memory, for conversations that cannot be saved."""
+        """A history in memory, for temporary conversations."""
         return History(":memory:")
 
     def take_unsent(self) -> None:
@@ -326,6 +330,33 @@ class ChatState:
             if (unsent := self.history.unsent()) is not None:
                 self.conversation.keep_draft(unsent.draft)
                 unsent.keep_draft("")
+
+    def news(self) -> str:
+        """A line about what is not saved, once for each reason, and once all is saved again."""
+        problem, told = self.history.problem, self._told
+        if self.conversation.gone:
+            problem = problem or "This conversation was deleted in another window: /export keeps it"
+        reason, before = problem.partition(":")[2], told.partition(":")[2]
+        if problem and (not told or reason != before):
+            self._told = problem
+            return f"{problem[0].upper()}{problem[1:]}"
+        if told and not problem:
+            self._told = ""
+            return "All is saved to disk again"
+        return ""
+
+    def unsaved(self) -> str:
+        """What the user loses by quitting now, in one line; tries to save it first."""
+        if self.history is self._memory or self.history.save():
+            return ""
+        return self.history.problem if self.history.unsaved else ""
+
+    def write_unsaved(self, folder: str) -> str:
+        """Write what is not saved to files in a folder; returns the line to show."""
+        if not folder.strip():
+            raise OptionError("name a folder")
+        written = self.history.write_unsaved(folder)
+        return f"Written to {', '.join(map(str, written))}; /load reads them"
 
     @property
     def loaded(self) -> Session:
@@ -385,7 +416,7 @@ class ChatState:
         copy = history.fork(self.conversation.id, number)
         copy.set(options=self._in_force)
         temporary = self.conversation.temporary
-        self._open(self._as_open(copy, temporary=temporary), {})
+        self._open(OpenConversation(copy, temporary=temporary), {})
         before = "is gone" if temporary else "stays as it is"
         return f"This is a copy; the conversation of before {before}"
 
@@ -405,7 +436,7 @@ class ChatState:
 
     def open(self, id: str) -> None:
         """Open a conversation of the history."""
-        self._open(self._as_open(self.history.open(id)))
+        self._open(OpenConversation(self.history.open(id)))
 
     def load(self, path: str | Path) -> str:
         """Keep the conversations of a file and open the newest; returns the line to show."""
@@ -420,8 +451,9 @@ class ChatState:
     def open_loaded(self, path: str | Path, found: LoadedFile) -> str:
         """Open the newest conversation of a file that was read; returns the line to show."""
         newest = max(reversed(found.conversations), key=lambda each: each.updated)
-        newest.set(system=self.system or newest.system, options={**newest.options, **self.options})
-        self._open(self._as_open(newest))
+        options = {**newest.options, **self.options}
+        newest.set(system=self.system or newest.system, options=options)
+        self._open(OpenConversation(newest))
         count = len(found.conversations)
         more = () if count == 1 else (f"{count} conversations, this is the newest",)
         return "; ".join((f"Opened {path}", *more, *found.left_out))
@@ -449,14 +481,13 @@ class ChatState:
             self.history.open(id).set(title=title)
 
     def close(self) -> None:
-        """Called when the app ends: save unsaved turns and close the files."""
-        self.conversation.save()
-        self.history.close()
+        """Called when the app ends: save what is not saved yet and close the file."""
+        with suppress(StorageError):  # the user was asked
+            self.history.close()
         self._memory.close()
 
     def _open(self, conversation: OpenConversation, options: dict[str, Any] | None = None) -> None:
         """``options`` override the conversation's; None: those of the command line."""
-        self.conversation.save()
         left, before = self.session, self.conversation
         self.conversation = conversation
         self._defaults_then = self.defaults
@@ -482,23 +513,5 @@ class ChatState:
         if same:
             system, options = self.conversation.system, self._in_force
         values: dict[str, Any] = {"model": self.model_name, "system": system, "options": options}
-        if temporary:
-            return self._as_open(self._memory.new(**values), temporary=True)
-        try:
-            return self._as_open(self.history.new(**values))
-        except StorageError as error:
-            self._on_problem(f"Not saved to disk: {error}; /export PATH saves a copy")
-            return OpenConversation(self._memory.new(**values), None)
-
-    def _as_open(self, conversation: Conversation, *, temporary: bool = False) -> OpenConversation:
-        in_memory = temporary or self.history is self._memory
-        return OpenConversation(
-            conversation,
-            None if in_memory else lambda: self._memory,
-            temporary=temporary,
-            on_moved=self._on_moved,
-            on_problem=lambda line: self._on_problem(line),
-        )
-
-    def _note(self, line: str) -> None:
-        self.notes += (line,)
+        history = self._memory if temporary else self.history
+        return OpenConversation(history.new(**values), temporary=temporary)

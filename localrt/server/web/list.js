@@ -5,6 +5,8 @@ const DAYS = [[1, "Today"], [2, "Yesterday"], [7, "This week"], [31, "This month
 async function list() {
   const search = $("search").value.trim();
   const found = await api(`v1/conversations?search=${encodeURIComponent(search)}`);
+  if (found.problem || chat.problem) warn(found.problem);
+  chat.problem = found.problem;
   const mine = found.data.find((one) => one.id === chat.id);
   if (mine && chat.about) chat.about.title = mine.title;
   showTitle();
