@@ -290,12 +290,14 @@ def _clean_once(path: Path) -> None:
 def private_file(path: Path) -> None:
     """Make an empty file that no other user may read, for libraries that open files by name.
 
-    An existing file keeps its content.
+    An existing file keeps its content. It is not opened: closing it would end all locks that this
+    process has on it, those of SQLite too.
 
     Raises:
-        OSError: it cannot be made or opened.
+        OSError: it cannot be made.
     """
-    os.close(os.open(path, os.O_RDONLY | os.O_CREAT, _PRIVATE_FILE))
+    with suppress(FileExistsError):
+        os.close(os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL, _PRIVATE_FILE))
     keep_private(path)
 
 

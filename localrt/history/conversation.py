@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,8 +138,10 @@ class Conversation:
         """The message that was not sent: this process's, and those of apps that have ended, which
         are this process's from now on.
         """
-        with suppress(StorageError):
-            self._submit(TakeDrafts(conversation=self.id, writer=self._outbox.window))
+        rows = self._rows("SELECT writer FROM draft WHERE conversation = ?", self.id)
+        own, names = self._outbox.window, sorted(row["writer"] for row in rows)
+        if others := [name for name in names if name != own and not is_alive(name)]:
+            self._submit(TakeDrafts(conversation=self.id, writer=own, others=others))
         return self.draft
 
     def keep_draft(self, text: str) -> None:

@@ -115,10 +115,14 @@ _WORDS = """
     END;
 """
 _SCHEMA = f"{TABLES} {_NEW_TABLES.format(temp='')} {_WORDS} PRAGMA user_version = {_VERSION};"
-_MOVED_DRAFTS = """
+# Of earlier versions, which wrote conversations before they had anything, and drafts beside them.
+_TIDIED = """
     INSERT OR IGNORE INTO draft SELECT conversation, coalesce(writer, ''), draft
         FROM aside WHERE draft != '';
     UPDATE aside SET draft = '';
+    DELETE FROM conversation WHERE first IS NULL AND title = ''
+        AND id NOT IN (SELECT conversation FROM turn UNION SELECT conversation FROM draft
+            UNION SELECT conversation FROM aside WHERE pinned IS NOT NULL);
 """
 _BUSY_SECONDS = 0.025  # the longest wait for another app's transaction: a screen waits for it, too
 LONG_BUSY_SECONDS = 5.0  # for work in threads
@@ -243,9 +247,11 @@ class Database:
             return _opened_or_fail(path), None
 
     def _was_moved(self) -> bool:
-        """Whether another file, or none, is where the open one was."""
+        """Whether another file, or none, is where the open one was, or it has come back."""
         if self.path is None or self._file is None:
             return False
+        if not self._connections:
+            return True
         try:
             found = self.path.stat()
         except OSError:
@@ -257,7 +263,6 @@ class Database:
         if self._closed:
             raise StorageError("the history is closed")
         if self._depth == 0 and self._was_moved():
-            self._close_connection()
             self.open()
         if not self._connections or (write and self._why is not None):
             raise self._why or UnavailableError(f"{self.path} is not open")
@@ -428,7 +433,7 @@ def _opened(path: Path, *, check: bool = True) -> sqlite3.Connection:
 def _renew(connection: sqlite3.Connection) -> None:
     """Make the tables, or those that an earlier version lacks."""
     columns = connection.execute("SELECT name FROM pragma_table_info('aside')").fetchall()
-    moved = _MOVED_DRAFTS if ("draft",) in map(tuple, columns) else ""
+    moved = _TIDIED if ("draft",) in map(tuple, columns) else ""
     # In one transaction: another app may be making the same file.
     connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {moved} COMMIT;")
 

@@ -49,12 +49,6 @@ _UNSENT = """
     SELECT id, writer FROM conversation JOIN draft ON conversation = id
     WHERE first IS NULL AND title = '' ORDER BY created DESC
 """
-# Of earlier versions, which wrote conversations before they had anything.
-_DELETE_EMPTY = """
-    DELETE FROM conversation WHERE first IS NULL AND title = ''
-    AND id NOT IN (SELECT conversation FROM turn) AND id NOT IN (SELECT conversation FROM draft)
-    AND id NOT IN (SELECT conversation FROM aside WHERE pinned IS NOT NULL)
-"""
 _SNIPPET = 80  # characters around a match
 
 
@@ -102,10 +96,8 @@ class History(Closing):
             keep_private(folder)
             path = folder / _FILE
         self._database = Database(None if path == _MEMORY else user_path(path), patient=patient)
-        for tidy in (settle_cut, lambda connection: connection.execute(_DELETE_EMPTY)):
-            # For the search, and for the list; who has no room can read.
-            with suppress(StorageError), self._database.transaction() as connection:
-                tidy(connection)
+        with suppress(StorageError), self._database.transaction() as connection:
+            settle_cut(connection)  # for the search; who has no room can read
         self._outbox = Outbox(self._database)
 
     @property

@@ -65,7 +65,7 @@ class TurnData:
     writer: str | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     pictures: Sequence[KeptPicture] = ()
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=lambda: time.time())
     id: int | None = None
 
     def add(self, connection: sqlite3.Connection, conversation: str) -> int:
@@ -87,7 +87,7 @@ class Begin(Operation):
     options: Mapping[str, Any]
     title: str = ""
     turns: Sequence[TurnData] = ()
-    created: float = field(default_factory=time.time)
+    created: float = field(default_factory=lambda: time.time())
 
     @property
     def words(self) -> bool:  # type: ignore[override]
@@ -284,21 +284,21 @@ class KeepDraft(Operation):
 
 @dataclass(kw_only=True)
 class TakeDrafts(Operation):
-    """The window ``writer`` takes over what was being written in windows that have ended."""
+    """The window ``writer`` takes over what was being written in ``others``, which have ended."""
 
     writer: str
+    others: Sequence[str]
     words: ClassVar[bool] = False
     sync: ClassVar[bool] = False
 
     def apply(self, connection: sqlite3.Connection) -> None:
-        found = drafts(connection, self.conversation, self.writer)
-        if [*found] in ([], [self.writer]):
-            return
-        marks = ", ".join("?" * len(found))
-        gone = f"DELETE FROM draft WHERE conversation = ? AND writer IN ({marks})"
-        connection.execute(gone, (self.conversation, *found))
-        text = "\n\n".join(found.values())
-        insert(connection, "draft", conversation=self.conversation, writer=self.writer, text=text)
+        query = "SELECT text FROM draft WHERE conversation = ? AND writer = ?"
+        names = [(self.conversation, name) for name in (self.writer, *self.others)]
+        found = [row["text"] for name in names for row in connection.execute(query, name)]
+        gone = "DELETE FROM draft WHERE conversation = ? AND writer = ?"
+        connection.executemany(gone, names)
+        text = "\n\n".join(found)
+        KeepDraft(conversation=self.conversation, writer=self.writer, text=text).apply(connection)
 
 
 @dataclass(kw_only=True)
@@ -412,14 +412,6 @@ def show(connection: sqlite3.Connection, conversation: str, number: int) -> None
             change = "UPDATE turn SET next = ? WHERE id = ? AND next IS NOT ?"
             connection.execute(change, (first, row["parent"], first))
     connection.execute("UPDATE conversation SET first = ? WHERE id = ?", (first, conversation))
-
-
-def drafts(connection: sqlite3.Connection, conversation: str, writer: str) -> dict[str, str]:
-    """The drafts of ``writer`` and of windows that have ended, by their writers."""
-    query = "SELECT writer, text FROM draft WHERE conversation = ? ORDER BY writer = ? DESC, writer"
-    rows = connection.execute(query, (conversation, writer)).fetchall()
-    own = {row["writer"]: row["text"] for row in rows}
-    return {name: text for name, text in own.items() if name == writer or not is_alive(name)}
 
 
 def delete_turns(connection: sqlite3.Connection, numbers: set[int]) -> None:

@@ -174,9 +174,10 @@ class Outbox:
         """
         id = operation.conversation
         with self._lock:
-            if isinstance(operation, Delete) and self._withdrawn(id):
-                return
             waiting = self._waiting.get(id)
+            if isinstance(operation, Delete):
+                self._delete(operation, waiting)
+                return
             if waiting is not None and waiting.is_empty and operation.words:
                 self._flush(id, begin=True)
                 waiting = self._waiting.get(id)
@@ -236,19 +237,18 @@ class Outbox:
         return True
 
     def _note_deleted(self, operation: Operation) -> None:
-        if isinstance(operation, Delete):
-            self._deleted.add(operation.conversation)
-        elif isinstance(operation, Remove):
+        if isinstance(operation, Remove):
             self._deleted |= operation.gone
 
-    def _withdrawn(self, id: str) -> bool:
-        """Drop what waits of a conversation that is deleted; whether that was all of it."""
-        waiting = self._waiting.get(id)
-        if waiting is None:
-            return False
-        self._dropped(id)
+    def _delete(self, operation: Delete, waiting: _Waiting | None) -> None:
+        """Delete a conversation, of which nothing else has to be done then."""
+        id = operation.conversation
         self._deleted.add(id)
-        return waiting.is_new
+        if waiting is not None:
+            self._dropped(id)
+        if (waiting is None or not waiting.is_new) and not self._made(operation):
+            self._waiting[id] = _Waiting(operations=[operation])
+            self.watch()
 
     def _dropped(self, id: str) -> None:
         del self._waiting[id]
@@ -308,7 +308,10 @@ class Outbox:
                     self._reason, self._tried = error, time.monotonic()
                     return False
                 except StorageError as error:
-                    operation.problem, at = str(error), at + 1
+                    if _counts(operation):
+                        operation.problem, at = str(error), at + 1
+                    else:  # nobody misses it
+                        waiting.operations.pop(at)
                 else:
                     self._reason, self._next = None, 0
                     waiting.operations.pop(at)
@@ -322,7 +325,7 @@ class Outbox:
         with self._lock:
             found = [each for each in self._waiting.values() if not each.is_empty]
             operations = [operation for each in found for operation in each.operations]
-        return [o for o in operations if (o.words or isinstance(o, Set)) and not o.elsewhere]
+        return [each for each in operations if _counts(each) and not each.elsewhere]
 
     def written_elsewhere(self, id: str) -> None:
         """Note that what waits of a conversation is also in another place."""
@@ -435,6 +438,11 @@ class Outbox:
         if done:  # so that nothing is left in the log either
             self.database.rows("PRAGMA wal_checkpoint(TRUNCATE)")
         return done
+
+
+def _counts(operation: Operation) -> bool:
+    """Whether somebody would miss the change."""
+    return operation.words or isinstance(operation, Set)
 
 
 def _apply(operation: Operation, memory: sqlite3.Connection) -> None:

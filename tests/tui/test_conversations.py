@@ -285,7 +285,7 @@ async def test_drafts(model: FakeModel, opening: Opening, monkeypatch: pytest.Mo
         await until(pilot, lambda: not screen.users(app))
         assert screen.composer(app).text == ""
         await pilot.press(*"third", "ctrl+q")
-    for room in ("history", "operations"):
+    for room in ("history", "conversation"):
         monkeypatch.setattr(f"localrt.history.{room}.is_alive", lambda name: False)
     async with running(model, history=opening) as (app, pilot):
         assert screen.composer(app).text == "third"
