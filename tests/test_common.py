@@ -6,12 +6,17 @@ import errno
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +36,7 @@ from localrt.common.files import (
 )
 from localrt.common.formatting import format_bytes, parse_size, printable
 from localrt.common.option_names import on_command_line, option, spelled
+from localrt.common.processes import is_alive, is_seen_alive, own_name, process_name
 from localrt.common.speeds import keep_speed, known_speed
 from localrt.documents.reading import read_document
 from localrt.models.vision.picture import read_picture
@@ -159,6 +165,114 @@ def test_files_of_killed_writers_are_removed_once(
     assert sorted(tmp_path.iterdir()) == sorted([new, *others[1:], tmp_path / "x"])
     monkeypatch.setattr(Path, "glob", None)  # not again
     write_bytes(tmp_path / "x", b"")
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that ends when its input does."""
+    waits = [sys.executable, "-S", "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        yield process
+
+
+A_DAY = 86_400
+
+
+@pytest.mark.parametrize(
+    ("changed", "alive", "seen"),
+    [
+        ({}, True, True),
+        ({"began": -A_DAY - 60}, True, True),
+        ({"machine": "of a clone"}, True, True),
+        # The id is nobody's, or another process's by now.
+        ({"id": 999_999_999}, False, False),
+        ({"start": 1}, False, False),
+        # The machine was started again.
+        ({"boot": "other"}, False, False),
+        ({"boot": "other", "namespace": 1}, False, False),
+        # In another container.
+        ({"namespace": 1}, True, None),
+        ({"namespace": 1, "began": -A_DAY - 60}, False, None),
+        ({"namespace": 1, "began": A_DAY + 60}, False, None),
+        # On another machine.
+        ({"boot": "other", "machine": "other"}, True, None),
+        ({"boot": "other", "machine": "other", "began": -A_DAY - 60}, False, None),
+    ],
+    ids=str,
+)
+def test_names_of_processes(changed: dict[str, Any], alive: bool, seen: bool | None) -> None:
+    """This process's name, with other parts. ``began`` is added to its own."""
+    parts = ("id", "start", "namespace", "boot", "machine", "began")
+    own: dict[str, Any] = dict(zip(parts, (own_name() or "").split("+"), strict=True))
+    changed = {**changed, "began": int(time.time()) + changed.get("began", 0)}
+    name = "+".join(map(str, {**own, **changed}.values()))
+    assert (is_alive(name), is_seen_alive(name)) == (alive, seen)
+
+
+@pytest.mark.parametrize(("seconds", "alive"), [(0, True), (-0.9, True), (0.9, True), (-2, False)])
+def test_names_of_processes_by_earlier_versions(seconds: float, alive: bool) -> None:
+    name = f"{os.getpid()}@{psutil.Process().create_time() + seconds:.2f}"
+    assert is_alive(name) == is_seen_alive(name) == alive
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        None,
+        "",
+        "x",
+        "@",
+        "1@0.00",
+        "1@x",
+        "1@nan",
+        "9" * 500 + "@1",
+        "+",
+        "1+2",
+        "1+@",
+    ],
+)
+def test_no_names_of_processes(name: str | None) -> None:
+    assert is_alive(name) is is_seen_alive(name) is False
+
+
+@pytest.mark.parametrize("began", ["", "x", "-1", "9" * 5000, "nan"])
+def test_processes_elsewhere_that_say_no_time(began: str) -> None:
+    name = f"1+2+3+4+5+{began}"
+    assert (is_alive(name), is_seen_alive(name)) == (False, None)
+
+
+@pytest.mark.parametrize("number", [-1, 999_999_999, 10**30])
+def test_processes_that_are_not_there_have_no_name(number: int) -> None:
+    assert process_name(number) is None
+
+
+@pytest.mark.parametrize("zombie", [True, False])
+def test_a_process_that_has_ended(child: subprocess.Popen[bytes], zombie: bool) -> None:
+    name = process_name(child.pid)
+    assert is_alive(name)
+    assert child.stdin is not None
+    child.stdin.close()
+    if not zombie:
+        child.wait()
+    elif hasattr(os, "waitid"):
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    else:
+        pytest.skip("this system cannot wait for a zombie")
+    assert not is_alive(name)
+    assert process_name(child.pid) is None
+
+
+@pytest.mark.parametrize("step", [-1e6, -2.0, 2.0, 1e6])
+def test_a_clock_that_is_set_ends_no_process(
+    child: subprocess.Popen[bytes], step: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, name = own_name(), process_name(child.pid)
+    now, booted = time.time, psutil.boot_time()
+    monkeypatch.setattr(time, "time", lambda: now() + step)
+    monkeypatch.setattr("psutil._psplatform.boot_time", lambda: booted + step)
+    assert own_name() == own
+    assert is_alive(own)
+    assert is_alive(name)
 
 
 def test_folders_are_recognized_until_they_are_gone(

@@ -3,7 +3,8 @@
 An address is one origin (scheme, host and port), a path and a key. The key is sent only there, and
 never shown. Each server of this user on this machine leaves a file that says where it listens, so
 that ``chat`` and ``run`` find a loaded model. The file holds the server's key: only the user can
-read it. Files of servers that have ended are removed.
+read it. Files of servers that have ended are removed. In another container, or on another machine
+that shares the user's folder, the address means another place: such servers are not found.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 from localrt.common.errors import OptionError
 from localrt.common.files import parse_json, private_folder, write_text
 from localrt.common.formatting import one_line
-from localrt.common.processes import is_alive, own_name
+from localrt.common.processes import is_alive, is_seen_alive, own_name
 from localrt.common.settings import Settings
 
 _PORTS = {"http": 80, "https": 443}
@@ -135,8 +136,8 @@ class LocalServer:
 @contextmanager
 def announced(server: LocalServer, settings: Settings) -> Iterator[None]:
     """Let other processes of this user find ``server`` until the block ends."""
-    file = _folder(settings) / f"{server.pid}.json"
     named = replace(server, process=own_name())
+    file = _folder(settings) / f"{named.process}.json"
     with suppress(OSError):  # the folder cannot be written: the server is not announced
         private_folder(file.parent)
         write_text(file, json.dumps(asdict(named)), private=True)
@@ -149,17 +150,14 @@ def announced(server: LocalServer, settings: Settings) -> Iterator[None]:
 
 def local_servers(settings: Settings) -> list[LocalServer]:
     """Return the servers that run."""
-    from psutil import pid_exists  # takes ten milliseconds, so only if there are files
-
     found = []
     with suppress(OSError):
         for file in sorted(_folder(settings).glob("*.json")):
             with suppress(OSError, ValueError, TypeError):
                 server = LocalServer(**parse_json(file.read_text(encoding="utf-8")))
-                there = pid_exists(server.pid)
-                if there and (server.process is None or is_alive(server.process)):
+                if is_seen_alive(server.process):
                     found.append(server)
-                else:
+                elif not is_alive(server.process):
                     file.unlink(missing_ok=True)
     return found
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from localrt import system
-from localrt.common.errors import OptionError, StorageError, reason_of
+from localrt.common.errors import CancelledError, OptionError, StorageError, reason_of
 
 MOST_BYTES = 256 << 20
 """The largest size of a file that a user names, and of stdin."""
@@ -37,6 +37,7 @@ _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
 _STALE_S = 86_400.0  # a writer that pauses longer has been killed
+_POLL_S = 0.02
 _NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
 
 
@@ -74,6 +75,40 @@ def atomic_write(
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path, wait_s: float, cancel: threading.Event | None = None) -> Iterator[None]:
+    """Hold the lock of a file or folder between processes and threads, where the file system has
+    locks. It is a file beside it, which stays.
+
+    Raises:
+        StorageError: another process has held it for ``wait_s``, or there is no place for a lock.
+        CancelledError: ``cancel`` was set meanwhile.
+    """
+    from filelock import FileLock, Timeout  # it imports asyncio, and most runs lock nothing
+
+    lock = FileLock(path.with_name(path.name + ".lock"), timeout=0, mode=_PRIVATE_FILE)
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            private_folder(path.parent)
+            lock.acquire()
+            break
+        except Timeout:
+            if time.monotonic() >= end:
+                raise StorageError(f"{path} is in use by another process: try again") from None
+            if cancel is not None and cancel.is_set():
+                raise CancelledError(f"waiting for {path} was cancelled") from None
+            time.sleep(_POLL_S)
+        except (OSError, NotImplementedError) as error:
+            if not isinstance(error, OSError) or error.filename is None:  # there are no locks
+                break
+            raise StorageError(f"{error.filename} cannot be written: {reason_of(error)}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_bytes(

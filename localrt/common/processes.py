@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -18,6 +19,8 @@ from pathlib import Path
 from localrt import system
 
 _INTERNAL = "--internal"
+_BEGAN = int(time.time())
+_UNSEEN_S = 86_400.0
 _START = (
     "import json, sys; sys.path{} = json.loads(sys.argv.pop(1)); "
     "from importlib import import_module; import_module(sys.argv.pop(1)).main()"
@@ -69,29 +72,50 @@ def run_helper() -> bool:
 
 
 def process_name(number: int) -> str | None:
-    """The id and start time of a process; None if there is none with this id."""
-    import psutil  # takes ten milliseconds
+    """A name for a process that no other ever has; None if there is none with this id.
 
-    try:
-        return f"{number}@{psutil.Process(number).create_time():.2f}"
-    except (psutil.Error, ValueError, OverflowError):
-        return None
+    It also says when this process began, for ``is_alive``, and may be part of a file's name.
+    """
+    start = system.process_start(number)
+    return start and "+".join([str(number), start, *system.process_place(), str(_BEGAN)])
 
 
 def own_name() -> str | None:
-    """This process's id and start time."""
+    """This process's name, the same at every call."""
     return process_name(os.getpid())
 
 
 def is_alive(name: str | None) -> bool:
-    """Whether the process with this ``process_name`` still runs."""
-    import psutil  # as above
+    """Whether the process with this ``process_name`` still runs.
+
+    One that cannot be seen from here counts as alive for a day after it began: to end the work of a
+    living process harms more than to wait for a dead one.
+    """
+    alive = is_seen_alive(name)
+    if alive is None:
+        began = (name or "").rpartition("+")[2]
+        return began.isdecimal() and abs(time.time() - float(began)) < _UNSEEN_S
+    return alive
+
+
+def is_seen_alive(name: str | None) -> bool | None:
+    """Like ``is_alive``, but None for a process that cannot be seen from here: one in another
+    container (PID namespace), or on another machine that shares this user's folder.
+    """
+    import psutil  # takes ten milliseconds
 
     try:
-        number, began = (name or "").split("@")
-        process = psutil.Process(int(number))
-        same = abs(process.create_time() - float(began)) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
+        number, *parts = (name or "").split("+")
+        if not parts:  # of an earlier version; it moves with the clock
+            number, began = number.split("@")
+            process = psutil.Process(int(number))
+            same = abs(process.create_time() - float(began)) < 1.0
+            return same and process.status() != psutil.STATUS_ZOMBIE
+        start, namespace, boot, machine, _ = parts
+        own = system.process_place()
+        if (namespace, boot) == own[:2]:
+            return system.process_start(int(number)) == start
+        return False if boot != own[1] and machine == own[2] else None
     except (ValueError, psutil.Error):
         return False
 

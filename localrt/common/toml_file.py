@@ -1,18 +1,21 @@
 """A TOML file that users and the app edit: the app keeps comments and order.
 
-An unreadable file is not changed. A change reads the file again first, so that two apps do not undo
-each other's changes, and replaces it atomically.
+An unreadable file is not changed. A change holds a lock, reads the file again, and replaces it
+atomically, so that two apps do not undo each other's changes.
 """
 
 from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from localrt.common.errors import StorageError, reason_of
-from localrt.common.files import keep_private, write_text
+from localrt.common.files import keep_private, locked, write_text
+
+_WAIT_S = 5.0
 
 
 class TomlFile:
@@ -30,36 +33,38 @@ class TomlFile:
         """
         return self._parsed()[1]
 
-    def change(self, values: Mapping[str, object], *, table: str | None = None) -> None:
+    def change(
+        self, values: Mapping[str, object], *, table: str | None = None, only: bool = False
+    ) -> None:
         """Set top-level keys, or keys of a table; None removes a key; empty tables are removed.
+        ``only``: remove all other keys.
 
         Raises:
             StorageError: it cannot be read (and is not changed), or cannot be written.
         """
         import tomlkit  # imported only for a change
 
-        text, _ = self._parsed()  # never replace a file that is not TOML: it may be the user's work
-        try:
-            document: Any = tomlkit.parse(text)
-            place: Any = document
-            if table is not None:
-                if not isinstance(document.get(table), dict):
-                    document[table] = tomlkit.table()
-                place = document[table]
-            for name, value in values.items():
-                if value is None:
-                    place.pop(name, None)
-                elif isinstance(value, str) and "\n" in value and "\r" not in value:
-                    place[name] = tomlkit.string(value, multiline=True)
-                else:
-                    place[name] = value
-            if table is not None and not place:
-                del document[table]
-            self._write(tomlkit.dumps(document))
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {reason_of(error)}") from error
-        except (TypeError, ValueError) as error:
-            raise StorageError(f"{self.path} cannot be changed: {error}") from error
+        with nullcontext() if self.path is None else locked(self.path, _WAIT_S):
+            text, _ = self._parsed()  # a file that is not TOML may be the user's work
+            try:
+                document: Any = tomlkit.parse(text)
+                place: Any = document
+                if table is not None:
+                    if not isinstance(document.get(table), dict):
+                        document[table] = tomlkit.table()
+                    place = document[table]
+                for name, value in {**dict.fromkeys(place if only else ()), **values}.items():
+                    if value is None:
+                        place.pop(name, None)
+                    elif isinstance(value, str) and "\n" in value and "\r" not in value:
+                        place[name] = tomlkit.string(value, multiline=True)
+                    else:
+                        place[name] = value
+                if table is not None and not place:
+                    del document[table]
+                self._write(tomlkit.dumps(document))
+            except (TypeError, ValueError) as error:
+                raise StorageError(f"{self.path} cannot be changed: {error}") from error
 
     def replace_table(self, table: str, values: Mapping[str, object] | None) -> None:
         """Replace a table; None removes it.
@@ -67,9 +72,7 @@ class TomlFile:
         Raises:
             StorageError: as in ``change``.
         """
-        before = self.read().get(table)
-        gone = dict.fromkeys(before) if isinstance(before, dict) else {}
-        self.change({**gone, **(values or {})}, table=table)
+        self.change(values or {}, table=table, only=True)
 
     def _parsed(self) -> tuple[str, dict[str, object]]:
         try:

@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -195,6 +196,34 @@ def peak_nbytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak << 10
+
+
+def process_start(number: int) -> str | None:
+    """When a process began, as text that no change of the clock changes; None if it has ended."""
+    if sys.platform == "darwin":  # what the clock showed then, in struct proc_bsdinfo
+        about = ctypes.create_string_buffer(136)
+        ask = ctypes.CDLL(None).proc_pidinfo
+        size = ask(ctypes.c_int(number), 3, ctypes.c_uint64(0), about, len(about))
+        return about.raw[120:].hex() if size == len(about) else None
+    try:
+        text = Path(f"/proc/{number}/stat").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    state, *fields = text.rpartition(")")[2].split()  # a name may have spaces
+    return None if state in "ZX" else fields[18]  # ticks since Linux started
+
+
+def process_place() -> tuple[str, str, str]:
+    """What tells processes with the same id and start apart: the PID namespace (a container has its
+    own), the boot and the machine. Empty texts where the system does not say, or need not.
+    """
+    namespace = boot = machine = ""
+    with suppress(OSError):
+        namespace = str(Path("/proc/self/ns/pid").stat().st_ino)
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        # The text itself is meant to stay on the machine.
+        machine = f"{zlib.crc32(Path('/etc/machine-id').read_bytes()):08x}"
+    return namespace, boot, machine
 
 
 def return_free_memory() -> None:

@@ -212,6 +212,17 @@ if sys.platform == "win32":
 
         return psutil.Process(process).memory_info()
 
+    def process_start(number: int) -> str | None:
+        import psutil
+
+        try:
+            return f"{psutil.Process(number).create_time():.3f}"  # as the clock showed it then
+        except (psutil.Error, ValueError, OverflowError):
+            return None
+
+    def process_place() -> tuple[str, str, str]:
+        return "", "", ""
+
     def return_free_memory() -> None:
         """The system's allocator does so by itself."""
 

@@ -17,13 +17,13 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
 import re
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
@@ -39,7 +39,7 @@ from localrt.common.errors import (
     disk_errors,
     reason_of,
 )
-from localrt.common.files import make_folder, private_folder, remove_folder, write_text
+from localrt.common.files import locked, make_folder, private_folder, remove_folder, write_text
 from localrt.models.checkpoints import open_checkpoint
 from localrt.models.checkpoints.gguf.metadata import GgufMetadata
 from localrt.models.checkpoints.store.checkpoint import GGUF_TEXT_NAME, StoreCheckpoint
@@ -209,9 +209,6 @@ def tiled_pieces(blocks: Iterable[WeightBlock], tiler: Tiler) -> Iterator[TiledT
         yield piece if isinstance(piece, TiledTensor) else tiler(piece)
 
 
-_POLL_S = 0.1
-
-
 def store_folder(source: Checkpoint, stores: Path) -> Path:
     """The folder for the packed form of ``source``, whether it exists or not."""
     stem = source.path.stem if source.path.is_file() else source.path.name
@@ -245,7 +242,7 @@ def cached_store(
         make_folder(stores)
     except OSError as error:
         raise StorageError(f"{stores} cannot be made: {reason_of(error)}") from error
-    with _alone(folder.with_name(folder.name + ".lock"), cancel):
+    with locked(folder, math.inf, cancel):  # packing may take minutes
         store = _opened(folder)
         if store is not None and store.manifest.source.stamp != source.stamp:
             store = _renewed(store, source, progress, cancel)
@@ -310,30 +307,6 @@ def _superseded(source: Checkpoint, folder: Path) -> Iterator[Path]:
 def discard_store(folder: Path) -> None:
     """Have the packed form in ``folder`` made again when it is next needed."""
     (folder / MANIFEST_NAME).unlink(missing_ok=True)
-
-
-@contextmanager
-def _alone(path: Path, cancel: threading.Event | None) -> Iterator[None]:
-    """Hold a lock between processes, where the file system has locks: packing may take minutes."""
-    from filelock import FileLock, Timeout  # it imports asyncio, and most runs pack nothing
-
-    lock = FileLock(path, timeout=0)
-    while True:
-        try:
-            lock.acquire()
-            break
-        except Timeout:
-            if cancel is not None and cancel.is_set():
-                raise CancelledError("packing was cancelled") from None
-            time.sleep(_POLL_S)
-        except (OSError, NotImplementedError) as error:
-            if getattr(error, "filename", None) is None:  # a file system without locks:
-                break  # the writer's own lock must do
-            raise StorageError(f"{path} cannot be written: {reason_of(error)}") from error
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def mend_unit(model: Path, store: Path, unit: StoredUnit, data: Bytes) -> None:

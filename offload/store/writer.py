@@ -25,7 +25,7 @@ from typing import BinaryIO, TypeAlias
 from localrt import system
 from localrt.common.closing import Closing
 from localrt.common.errors import CancelledError, LocalrtError, OptionError, StorageError, reason_of
-from localrt.common.files import PAGE, atomic_write, make_folder
+from localrt.common.files import PAGE, atomic_write, locked, make_folder
 from localrt.common.formatting import format_bytes
 from localrt.models.checkpoints.store.checkpoint import StoreCheckpoint
 from localrt.models.checkpoints.store.manifest import (
@@ -195,7 +195,9 @@ class StoreWriter(Closing):
         try:
             with _storage_errors(self.folder):
                 make_folder(self.folder)
-                self._stack.enter_context(_locked(self.folder, out))
+                self._stack.enter_context(locked(self.folder, 0.0))
+                self._stack.enter_context(suppress(OSError))  # some systems remove it
+                self._stack.callback(self.folder.with_name(self.folder.name + ".lock").unlink)
                 self._manifest = self._resumed(manifest)
                 self._require_room(beside)
         except BaseException:
@@ -469,22 +471,3 @@ def _storage_errors(folder: Path) -> Iterator[None]:
         raise StorageError(
             f"{error.filename or folder} cannot be written: {reason_of(error)}"
         ) from error
-
-
-@contextmanager
-def _locked(folder: Path, out: Path) -> Iterator[None]:
-    """Hold a lock, which the system releases however the process ends."""
-    from filelock import FileLock, Timeout  # it imports asyncio, and most runs write no store
-
-    path = folder.with_name(folder.name + ".lock")
-    lock = FileLock(path, timeout=0)
-    try:
-        lock.acquire()
-    except Timeout:
-        raise StorageError(f"{out} is being written by another process: wait for it") from None
-    try:
-        yield
-    finally:
-        lock.release()
-        with suppress(OSError):
-            path.unlink()

@@ -46,7 +46,7 @@ request.add_header("Authorization", "Bearer " + os.environ.get("EXPECTED_KEY", "
 models = json.load(urllib.request.urlopen(request))["data"]
 servers = Path(os.environ["XDG_DATA_HOME"], "localrt/servers").glob("*.json")
 record = dict(arguments=sys.argv[1:], variables=dict(os.environ), texts=texts, origin=origin[0])
-record |= dict(model=models[0]["id"], servers=[int(path.stem) for path in servers])
+record |= dict(model=models[0]["id"], servers=[int(path.stem.split("+")[0]) for path in servers])
 Path(os.environ["RECORD"]).write_text(json.dumps(record))
 interrupts = []
 if os.environ.get("DO") == "wait":

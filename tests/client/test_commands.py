@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from localrt.cli import main
 from localrt.client.model import connect
 from localrt.client.servers import LocalServer, announced, local_servers
+from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from tests.client.conftest import KEY
 from tests.fake_endpoint import fake, listed
@@ -108,14 +108,42 @@ def test_announced_server(settings: Settings) -> None:
     assert local_servers(settings) == []
 
 
-def test_stale_files(settings: Settings) -> None:
+@pytest.mark.parametrize(
+    ("changed", "listed", "stays"),
+    [
+        ({}, True, True),
+        ({"process": None}, False, False),
+        ({"process": "1@0.00"}, False, False),
+        ({"process": "{id}+1+{place}+{now}"}, False, False),
+        ({"process": "{id}+1+1+{boot}+{now}"}, False, True),  # in another container
+        ({"process": "{id}+1+1+{boot}+1"}, False, False),
+        ({"port": 1}, False, True),
+    ],
+    ids=str,
+)
+def test_servers_that_are_found(
+    settings: Settings, changed: dict[str, Any], listed: bool, stays: bool
+) -> None:
+    number, _, *place, now = (own_name() or "").split("+")
+    parts = {"id": number, "place": "+".join(place), "boot": "+".join(place[1:]), "now": now}
+    server = LocalServer("http://127.0.0.1:1/v1", os.getpid(), process=own_name())
+    written = {**asdict(server), **changed}
+    if written["process"] is not None:
+        written["process"] = written["process"].format(**parts)
     folder = settings.data_dir / "servers"
     folder.mkdir(parents=True)
-    gone = subprocess.Popen([sys.executable, "-S", "-c", ""])
-    gone.wait()
-    left = folder / f"{gone.pid}.json"
-    left.write_text(json.dumps({"url": "http://127.0.0.1:1/v1", "pid": gone.pid}))
+    (folder / "2.json").write_text(json.dumps(written))
     (folder / "1.json").write_text("{")
-    (folder / "2.json").write_text('{"port": 1}')
-    assert local_servers(settings) == []
-    assert not left.exists()
+    assert local_servers(settings) == [server] * listed
+    assert (folder / "2.json").exists() == stays
+
+
+def test_servers_with_the_same_id(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers, in which they are the first process."""
+    first, second = (LocalServer(f"http://127.0.0.1:{n}/v1", 1) for n in (1, 2))
+    with announced(first, settings):
+        other = (own_name() or "").replace("+", "+1+", 1)
+        monkeypatch.setattr("localrt.client.servers.own_name", lambda: other)
+        with announced(second, settings):
+            assert len(list((settings.data_dir / "servers").iterdir())) == 2
+        assert local_servers(settings) == [first]

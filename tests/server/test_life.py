@@ -10,14 +10,17 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from localrt.cli import main
+from localrt.cli import main, serve
+from localrt.common.processes import process_name
 from localrt.server import generating
 from localrt.service.live import LiveModel
 from tests.conftest import needs_signals
@@ -285,6 +288,32 @@ def test_it_ends_with_its_parent(tiny_folder: Path) -> None:
             assert "Ctrl+C" not in error
             assert error.count("\n") == len(open_to_all) // 2
             assert not open_to_all or "LOCALRT_API_KEY" in error
+
+
+@pytest.mark.parametrize("step", [-1e6, -2.0, 2.0, 1e6])
+def test_a_clock_that_is_set_ends_no_server(step: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks as long as its parent is there."""
+    ended: list[int] = []
+    looks = 0
+
+    def pause(_: float) -> None:
+        nonlocal looks
+        looks += 1
+        if looks == 3:
+            parent.kill()
+            parent.wait()
+
+    waits = [sys.executable, "-S", "-c", "input()"]
+    with subprocess.Popen(waits, stdin=subprocess.PIPE) as parent:
+        name = process_name(parent.pid)
+        assert name is not None
+        now, booted = time.time, psutil.boot_time()
+        monkeypatch.setattr(time, "time", lambda: now() + step)
+        monkeypatch.setattr("psutil._psplatform.boot_time", lambda: booted + step)
+        monkeypatch.setattr(time, "sleep", pause)
+        monkeypatch.setattr(signal, "raise_signal", ended.append)
+        serve._end_with(name)
+    assert (looks, ended) == (3, [signal.SIGTERM])
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import pytest
 
 from localrt import system
 from localrt.common.errors import CheckpointError, OptionError, StorageError
+from localrt.common.files import locked
 from localrt.models.checkpoints import open_checkpoint
 from localrt.offload.store import pack_store, partial_folder
 from localrt.quant.formats.tiled import tile_tensor
@@ -115,6 +116,14 @@ def test_too_little_room(
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
     with pytest.raises(StorageError, match=r"needs .* more and the disk has 1 kB free"):
         pack_store(source, tmp_path / "store", tiler=tile_tensor)
+
+
+def test_another_writer(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with locked(partial_folder(out), 0.0), pytest.raises(StorageError, match="another process"):
+        pack_store(source, out, tiler=tile_tensor)
+    assert contents(pack_store(source, out, tiler=tile_tensor)) == contents(finished)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_existing_folders(source: SyntheticCheckpoint, finished: Path, tmp_path: Path) -> None:

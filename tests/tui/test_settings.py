@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,9 @@ from textual.pilot import Pilot
 from textual.widgets import Input, OptionList, Static, TextArea
 
 from localrt.common.errors import OptionError, StorageError
+from localrt.common.files import locked
 from localrt.common.settings import Settings
+from localrt.common.toml_file import TomlFile
 from localrt.engine.option_help import OPTION_HELP
 from localrt.history.presets import Defaults, Preset, PresetsFile
 from localrt.hub.names import expand_alias, write_alias
@@ -113,7 +119,101 @@ def test_changes_keep_comments(tmp_path: Path) -> None:
     file.change({"panel": None})
     assert dict(file.load().options) == {}
     assert "generation" not in file.path.read_text("utf-8")
-    assert list(tmp_path.iterdir()) == [file.path]  # nothing half-written beside it
+    lock = "config.toml.lock"  # which some systems keep
+    assert {each.name for each in tmp_path.iterdir()} - {lock} == {"config.toml"}
+
+
+CHANGES = {
+    "preferences.change({name: number})": ("config.toml", None),
+    "preferences.change({name: 'ctrl+l'}, table='keys')": ("config.toml", "keys"),
+    "preferences.replace_table(name, {'seed': number})": ("config.toml", None),
+    "presets.save(Preset(name, 'Be brief.'))": ("presets.toml", None),
+    "write_alias(name, 'a:1b', settings)": ("config.toml", "models"),
+    "write_alias('x' + name, 'a:1b', settings); write_alias(name, 'a:1b', settings); "
+    "remove_alias('x' + name, settings)": ("config.toml", "models"),
+}
+CHANGING = """
+import sys
+from pathlib import Path
+from localrt.common import toml_file
+from localrt.common.settings import Settings
+from localrt.history.presets import Preset, PresetsFile
+from localrt.hub.names import remove_alias, write_alias
+from localrt.tui.preferences import PreferencesFile
+
+toml_file._WAIT_S = 600.0
+for row, change in enumerate(sys.stdin):
+    folder = str(Path(sys.argv[1], str(row)))
+    settings = Settings.from_environment({"XDG_CONFIG_HOME": folder, "HOME": folder})
+    preferences, presets = PreferencesFile(settings.config_dir), PresetsFile(settings.config_dir)
+    for number in range(15):
+        name = f"{sys.argv[2]}-{number}"
+        exec(change)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_changes_by_several_processes_at_once(tmp_path: Path) -> None:
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with ExitStack() as stack:
+        command = [sys.executable, "-c", CHANGING, str(tmp_path)]
+        processes = [
+            stack.enter_context(subprocess.Popen([*command, f"p{n}"], **pipes)) for n in range(8)
+        ]
+        for row, (change, (name, table)) in enumerate(CHANGES.items()):
+            for process in processes:
+                print(change, file=process.stdin, flush=True)
+            assert [process.stdout.readline() for process in processes] == ["done\n"] * 8
+            kept = TomlFile(settings_of(tmp_path / str(row)).config_dir / name).read()
+            assert len(kept if table is None else kept[table]) == 8 * 15, change
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda own: own.touch(), "localrt cannot be written"),
+        (lambda own: (own / "config.toml.lock").mkdir(parents=True), "lock cannot be written"),
+        (lambda own: (own / "config.toml").mkdir(parents=True), "config.toml cannot be read"),
+    ],
+)
+def test_settings_that_cannot_be_changed(
+    spoil: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    """One line names the path, once."""
+    spoil(tmp_path / "localrt")
+    with pytest.raises(StorageError, match=said) as raised:
+        PreferencesFile(tmp_path / "localrt").change({"panel": True})
+    assert is_line(str(raised.value))
+    assert str(raised.value).count(str(tmp_path)) == 1
+
+
+def test_a_read_only_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *mode: int, **options: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
+        return opened(path, flags, *mode, **options)
+
+    file = config(tmp_path, "panel = true\n")
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StorageError) as raised:
+        file.change({"panel": None})
+    assert str(raised.value) == f"{file.path}.lock cannot be written: {os.strerror(errno.EROFS)}"
+    assert file.load().panel
+
+
+def test_settings_that_another_process_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = config(tmp_path, "")
+    monkeypatch.setattr("localrt.common.toml_file._WAIT_S", 0.1)
+    with locked(file.path, 0.0), pytest.raises(StorageError) as raised:
+        file.change({"panel": True})
+    assert str(raised.value) == f"{file.path} is in use by another process: try again"
+    file.change({"panel": True})
+    assert file.load().panel
 
 
 @needs_links
