@@ -1,4 +1,4 @@
-"""Processes: those that run a part of localrt, and names for any that are never used again.
+"""Processes: those that run a part of localrt, programs, and names that are never used again.
 
 A program that PyInstaller made has no interpreter to start. It starts itself instead, if its main
 script imports ``run_helper`` and calls it first, as ``localrt/__main__.py`` does. No other packaged
@@ -20,7 +20,7 @@ from localrt import system
 _INTERNAL = "--internal"
 _START = (
     "import json, sys; sys.path{} = json.loads(sys.argv.pop(1)); "
-    "from importlib import import_module; import_module(sys.argv.pop(1)).main()"
+    "from importlib import import_module; sys.exit(import_module(sys.argv.pop(1)).main())"
 )
 
 
@@ -37,8 +37,8 @@ def has_helpers() -> bool:
 
 def localrt_command(*arguments: str) -> list[str]:
     """The command line of ``localrt ARGUMENTS``."""
-    python = [] if is_packaged() else ["-m", "localrt"]
-    return [sys.executable, *python, *arguments]
+    start = [sys.executable] if is_packaged() else helper_command("localrt.cli")
+    return [*start, *arguments]
 
 
 def helper_command(
