@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -87,6 +88,21 @@ def confined_process(command: Sequence[str], stderr: int | None = None) -> subpr
     needed = {name: text for name, text in os.environ.items() if _NEEDED.fullmatch(name)}
     pipe, stderr = subprocess.PIPE, stderr or subprocess.DEVNULL
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=needed)
+
+
+def keep_path_absolute() -> None:
+    """Remove from PATH, for this process and those it starts, what means the current folder."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(filter(os.path.isabs, folders)) or "/usr/bin"
+
+
+def program_path(name: str, path: str | None = None) -> str | None:
+    """The absolute path of a program in ``path``, by default PATH; it may be the name itself.
+
+    None if there is none, or the first one found lies in the current folder.
+    """
+    found = shutil.which(name, path=path)
+    return found if found and Path(found).is_absolute() else None
 
 
 def process_name(number: int) -> str | None:
