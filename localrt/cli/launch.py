@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             print(system.join(["localrt", *serve, "--port", str(port)]), "&")
             server = LocalServer(f"http://127.0.0.1:{port}/v1", 0, settings.serve_key)
             model = replace(model, name=client_name(model.name))
-        folder = f"{tempfile.gettempdir()}/localrt-{program.name}"
+        folder = str(settings.data_dir / "launch" / program.name)  # private, unlike /tmp
         print(start(server, folder, server.key and "KEY").shell())
         return 0
     _say(f"{model.name}: {why}")
