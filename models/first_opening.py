@@ -20,7 +20,7 @@ from pathlib import Path
 from localrt.common.errors import CheckpointError, LocalrtError
 from localrt.common.files import read_cached, write_cached
 from localrt.common.formatting import one_line
-from localrt.common.processes import has_helpers, helper_command
+from localrt.common.processes import confined_process, has_helpers, helper_command
 from localrt.common.version import __version__
 from localrt.models.weight_files import (
     ADAPTER_NAME,
@@ -32,7 +32,6 @@ from localrt.models.weight_files import (
 
 _RECORD, _MOST_RECORDS = "checked.json", 500
 _NBYTES, _SECONDS, _LONGEST_ANSWER = 1 << 30, 60, 1 << 16
-_PIPES = (-1, None, subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT)
 _NAMED = ("config.json", ADAPTER_NAME, MANIFEST_NAME)  # a folder with one is one model
 
 
@@ -55,7 +54,7 @@ def check_first(path: Path, cache: Path, projectors: Sequence[Path] = ()) -> str
     if isinstance(known, dict) and known.get("stamp") == stamp:
         return str(known.get("line"))
     command, answer = helper_command(__name__, *map(str, [path, *models])), ""
-    with suppress(OSError), subprocess.Popen(command, *_PIPES) as process:
+    with suppress(OSError), confined_process(command, subprocess.STDOUT) as process:
         assert process.stdout is not None, "it is a pipe"
         answer = process.stdout.read(_LONGEST_ANSWER).decode(errors="replace")
     told = dropwhile(lambda line: not line.startswith("with "), answer.splitlines())  # warnings

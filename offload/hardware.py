@@ -19,6 +19,7 @@ from pathlib import Path
 
 from localrt import system
 from localrt.common.cores import Cores, find_cores
+from localrt.common.processes import program_path
 from localrt.common.version import __version__
 from localrt.offload.memory import MemoryState, memory_state
 
@@ -113,8 +114,8 @@ def probe(root: Path = system.ROOT) -> Machine:
 
 def gpus() -> tuple[GpuFacts, ...]:
     """Ask the driver for the NVIDIA GPUs, within about a second; none without a driver."""
-    fields = "name,memory.total,memory.free,driver_version,compute_cap"
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
+    query = "--query-gpu=name,memory.total,memory.free,driver_version,compute_cap"
+    command = [program_path("nvidia-smi") or "", query, "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -194,7 +195,7 @@ def _cpu(root: Path) -> Cpu:
     usable = len(system.allowed_cores() or range(logical))
     name, flags = _name_and_flags(root)
     return Cpu(
-        name=name or platform.processor() or "unknown processor",
+        name=name or platform.machine() or "unknown processor",
         architecture=platform.machine(),
         physical_cores=_physical_cores(root) or logical,
         logical_cores=logical,

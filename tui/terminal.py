@@ -35,6 +35,7 @@ from textual.message import Message
 from localrt import system
 from localrt.common.errors import StorageError
 from localrt.common.files import write_text
+from localrt.common.processes import program_path
 from localrt.common.settings import CRASH_REPORT
 from localrt.common.version import __version__
 
@@ -137,7 +138,7 @@ _SECONDS = 3.0
 def copied_by_tool(text: str) -> bool:
     """Give the text to the first tool that accepts it; may take a few seconds."""
     for variable, command in _TOOLS:
-        arguments = command.split()
+        name, *arguments = command.split()
         remote = "SSH_CONNECTION" in os.environ and variable != "TMUX"
         if remote or not os.environ.get(variable, not variable):
             continue
@@ -146,7 +147,7 @@ def copied_by_tool(text: str) -> bool:
         none = subprocess.DEVNULL
         with suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
-                arguments,
+                [program_path(name) or "", *arguments],
                 input=text.encode(encoding, "replace"),
                 stdout=none,
                 stderr=none,
@@ -164,7 +165,7 @@ exec 3<&1
 read -r word && exit
 printf '\033[?2026l\033[?2004l\033[?7h\033[?2048l\033[?1000l\033[?1003l\033[?1015l\033[?1006l'
 printf '\033[<u\033[?1049l\033[?25h\033[?1004l'
-case $(stty -a <&3) in *-isig*) stty "$1" <&3 ;; esac
+case $("$2" -a <&3) in *-isig*) "$2" "$1" <&3 ;; esac
 """
 
 
@@ -218,8 +219,9 @@ class RestoringDriver(LinuxDriver):
         """Without ``sh`` or ``stty`` there is no watcher."""
         file, pipe, none = self._file, subprocess.PIPE, subprocess.DEVNULL
         with suppress(OSError, subprocess.CalledProcessError):
-            modes = subprocess.check_output(["stty", "-g"], stdin=file, stderr=none, text=True)
-            command = ["sh", "-c", _WATCH, "sh", modes.strip()]
+            stty = program_path("stty") or ""
+            modes = subprocess.check_output([stty, "-g"], stdin=file, stderr=none, text=True)
+            command = ["/bin/sh", "-c", _WATCH, "sh", modes.strip(), stty]
             self._watcher = self._watcher or subprocess.Popen(
                 command, stdin=pipe, stdout=file, stderr=none, process_group=0
             )

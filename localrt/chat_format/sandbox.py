@@ -22,7 +22,7 @@ from typing import Any
 from localrt import system
 from localrt.common.errors import TemplateError
 from localrt.common.forks import free_in_child
-from localrt.common.processes import has_helpers, helper_command
+from localrt.common.processes import confined_process, has_helpers, helper_command
 from localrt.offload.memory import HELPERS
 
 _MAX_SOURCE = 250_000  # characters
@@ -128,12 +128,7 @@ class _Renderer:
             self._end(self._process)
         if self._process is None and (command := _command()):
             try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                )
+                self._process = confined_process(command)
             except OSError:
                 return None
             self._owner = os.getpid()

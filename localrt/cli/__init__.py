@@ -20,6 +20,7 @@ from localrt.cli.help import Examples, HelpfulParser
 from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.formatting import printable
 from localrt.common.option_names import on_command_line
+from localrt.common.processes import keep_path_absolute
 from localrt.common.version import __version__
 
 __all__ = ["COMMANDS", "build_parser", "main"]
@@ -122,6 +123,7 @@ class _CommandParser(HelpfulParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the status: 0, 1 on failure, 2 on bad usage, 130 if interrupted."""
+    keep_path_absolute()  # for libraries too, which start programs by their names
     with _open_streams():
         return _run(argv)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -44,6 +43,7 @@ from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import user_path, write_text
 from localrt.common.formatting import parse_size
 from localrt.common.option_names import option
+from localrt.common.processes import program_path
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.hub import DEMO_NAME, list_models, resolve
@@ -270,7 +270,7 @@ def _peers(texts: Sequence[str]) -> dict[str, Path]:
         name, _, program = text.partition("=")
         if not name or not program or name in (*ENGINES, *found):
             raise OptionError(f"--peer {text!r:.80}: without --mix, give llama-bench=PROGRAM")
-        found[name] = user_path(shutil.which(program) or program).absolute()
+        found[name] = user_path(program_path(program) or program).absolute()
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -34,7 +33,7 @@ from localrt.client.servers import LocalServer, local_servers
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.files import write_text
 from localrt.common.formatting import table
-from localrt.common.processes import localrt_command
+from localrt.common.processes import localrt_command, program_path
 from localrt.common.settings import Settings
 from localrt.hub import list_models, resolve
 from localrt.hub.names import client_name
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         raise OptionError("--json prints the list of programs: leave out either it or PROGRAM")
     program = find_program(args.program)
-    path = shutil.which(program.command)
+    path = program_path(program.command)
     if path is None and not args.print:
         raise LocalrtError(f"{program.title} is not installed: {program.install}")
     settings = Settings.from_environment()
@@ -102,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
             print(system.join(["localrt", *serve, "--port", str(port)]), "&")
             server = LocalServer(f"http://127.0.0.1:{port}/v1", 0, settings.serve_key)
             model = replace(model, name=client_name(model.name))
-        folder = f"{tempfile.gettempdir()}/localrt-{program.name}"
+        folder = str(settings.data_dir / "launch" / program.name)  # private, unlike /tmp
         print(start(server, folder, server.key and "KEY").shell())
         return 0
     _say(f"{model.name}: {why}")
@@ -124,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _list(as_json: bool) -> int:
-    rows = [(each, shutil.which(each.command)) for each in PROGRAMS]
+    rows = [(each, program_path(each.command)) for each in PROGRAMS]
     if as_json:
         names = ("name", "title", "install")
         found = [{n: getattr(each, n) for n in names} | {"path": path} for each, path in rows]

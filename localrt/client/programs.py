@@ -75,7 +75,7 @@ class Start:
         lines = []
         if self.file is not None:
             folder, file = shlex.quote(str(self.file.parent)), shlex.quote(str(self.file))
-            lines = [f"mkdir -p {folder}", f"cat > {file} <<'END'", f"{self.settings}END"]
+            lines = [f"mkdir -p -m 700 {folder}", f"cat > {file} <<'END'", f"{self.settings}END"]
         lines += [f"export {name}={shlex.quote(text)}" for name, text in self.variables.items()]
         return "\n".join([*lines, shlex.join(self.command)])
 

@@ -1,4 +1,4 @@
-"""Processes: those that run a part of localrt, and names for any that are never used again.
+"""Processes: those that run a part of localrt, programs, and names that are never used again.
 
 A program that PyInstaller made has no interpreter to start. It starts itself instead, if its main
 script imports ``run_helper`` and calls it first, as ``localrt/__main__.py`` does. No other packaged
@@ -9,21 +9,32 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from localrt import system
+
+if TYPE_CHECKING:
+    import subprocess
 
 _INTERNAL = "--internal"
 _BEGAN = int(time.time())
 _UNSEEN_S = 86_400.0
 _START = (
     "import json, sys; sys.path{} = json.loads(sys.argv.pop(1)); "
-    "from importlib import import_module; import_module(sys.argv.pop(1)).main()"
+    "from importlib import import_module; sys.exit(import_module(sys.argv.pop(1)).main())"
+)
+# What Python needs, and where it finds its libraries: variables of users, packages and systems.
+_NEEDED = re.compile(
+    r"PATH|HOME|LANG|LC_\w+|TZ|TE?MP(DIR)?|PYTHON[A-Z0-9]+|LD_LIBRARY_PATH|DYLD_\w+|NIX_LD\w*|"
+    r"_PYI_\w+|SYSTEM(ROOT|DRIVE)|WINDIR|USERPROFILE|(LOCAL)?APPDATA"
 )
 
 
@@ -40,8 +51,8 @@ def has_helpers() -> bool:
 
 def localrt_command(*arguments: str) -> list[str]:
     """The command line of ``localrt ARGUMENTS``."""
-    python = [] if is_packaged() else ["-m", "localrt"]
-    return [sys.executable, *python, *arguments]
+    start = [sys.executable] if is_packaged() else helper_command("localrt.cli")
+    return [*start, *arguments]
 
 
 def helper_command(
@@ -69,6 +80,32 @@ def run_helper() -> bool:
     del sys.argv[1:3]
     import_module(module).main()
     return True
+
+
+def confined_process(command: Sequence[str], stderr: int | None = None) -> subprocess.Popen[bytes]:
+    """Start a helper that reads strangers' files, with pipes, and without keys of the environment.
+    By default its stderr is dropped.
+    """
+    import subprocess  # half a megabyte
+
+    needed = {name: text for name, text in os.environ.items() if _NEEDED.fullmatch(name)}
+    pipe, stderr = subprocess.PIPE, stderr or subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=needed)
+
+
+def keep_path_absolute() -> None:
+    """Remove from PATH, for this process and those it starts, what means the current folder."""
+    folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join(filter(os.path.isabs, folders)) or "/usr/bin"
+
+
+def program_path(name: str, path: str | None = None) -> str | None:
+    """The absolute path of a program in ``path``, by default PATH; it may be the name itself.
+
+    None if there is none, or the first one found lies in the current folder.
+    """
+    found = shutil.which(name, path=path)
+    return found if found and Path(found).is_absolute() else None
 
 
 def process_name(number: int) -> str | None:

@@ -20,7 +20,7 @@ from typing import Any
 from localrt import system
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
-from localrt.common.processes import has_helpers, helper_command
+from localrt.common.processes import confined_process, has_helpers, helper_command
 from localrt.documents.kinds import Page, reader_of
 
 _ANSWER_NBYTES = 256 << 20  # of a page, as JSON
@@ -100,14 +100,8 @@ class DocumentReader(Closing):
     def _running(self, kind: str) -> subprocess.Popen[bytes]:
         if kind not in self._processes:
             readable = [str(self._place.resolve())] if self._place else []
-            process = subprocess.Popen(
-                helper_command(__name__, kind, *readable),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
-            system.limit_helper(process, 2 * _NBYTES)
-            self._processes[kind] = process
+            self._processes[kind] = confined_process(helper_command(__name__, kind, *readable))
+            system.limit_helper(self._processes[kind], 2 * _NBYTES)
         return self._processes[kind]
 
     def _end(self, kind: str) -> None:

@@ -36,7 +36,8 @@ from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.documents.confined import DocumentReader
-from localrt.documents.reading import Document, Step, fenced, files_below, pages_of, step_in
+from localrt.documents.folders import files_below
+from localrt.documents.reading import Document, Step, fenced, pages_of, step_in
 
 _PIECE = 1200  # characters: some 300 tokens
 _RRF = 5  # with the paper's 60, the best of one ranking comes after all that are in both

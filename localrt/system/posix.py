@@ -277,13 +277,12 @@ def describe_processor() -> tuple[str, set[str]]:
 @cache
 def _describe_mac() -> tuple[str, set[str]]:
     keys = ["machdep.cpu.brand_string", "machdep.cpu.features", "machdep.cpu.leaf7_features"]
+    command = ["/usr/sbin/sysctl", *keys, *_MACOS_FEATURES]
     import subprocess  # half a megabyte
 
     # Unknown keys are errors to sysctl, and the known ones are printed all the same.
     try:
-        output = subprocess.run(
-            ["sysctl", *keys, *_MACOS_FEATURES], capture_output=True, text=True, timeout=5
-        )
+        output = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return "", set()
     values = dict(line.split(": ", 1) for line in output.stdout.splitlines() if ": " in line)

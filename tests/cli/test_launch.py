@@ -211,7 +211,9 @@ def test_a_termination_is_passed_on(
     assert not Path(settings).parent.exists()
 
 
-@pytest.mark.parametrize(("name", "model"), [("claude", "caller"), ("aider", "plain")])
+@pytest.mark.parametrize(
+    ("name", "model"), [("claude", "caller"), ("aider", "plain"), ("llm", "plain")]
+)
 def test_the_best_model_here_is_chosen(
     folder: Path,
     programs: dict[str, str],
@@ -235,6 +237,8 @@ def test_the_best_model_here_is_chosen(
     assert f"/{model} --port 8080 &" in printed.splitlines()[1]
     assert "http://127.0.0.1:8080" in printed
     rest = "".join(printed.splitlines()[2:])
+    if name == "llm":  # its settings lie in a folder that nobody else can have made
+        assert f"mkdir -p -m 700 {programs['XDG_DATA_HOME']}/localrt/launch/{name}\n" in printed
     assert not any(str(path) in rest for path in (folder, tmp_path / "plain"))  # a shorter name
 
 

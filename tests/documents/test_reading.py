@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -233,17 +231,6 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     text = read_document(folder).text
     assert "inside.txt" in text
     assert "secret" not in text
-
-
-@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
-def test_folder_of_a_repository(tmp_path: Path) -> None:
-    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
-    (tmp_path / ".gitignore").write_text("build/\n*.log\n")
-    (tmp_path / "build").mkdir()
-    for name in ("a.py", "b.log", "build/c.py"):
-        (tmp_path / name).write_text("x\n")
-    assert read_document(tmp_path).size == "1 file"
-    assert read_document(tmp_path / "build").size == "1 file", "it was named"
 
 
 @pytest.mark.parametrize(

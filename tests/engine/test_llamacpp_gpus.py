@@ -141,11 +141,11 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], li
     runs: list[str] = []
 
     def set_child(code: str) -> list[str]:
-        def command() -> list[str]:
+        def command(*_: str) -> list[str]:
             runs.append(code)
             return [sys.executable, "-c", code]
 
-        monkeypatch.setattr(trial, "trial_command", command)
+        monkeypatch.setattr(trial, "helper_command", command)
         return runs
 
     monkeypatch.setattr(trial, "_build", lambda: ["one build"])

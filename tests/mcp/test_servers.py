@@ -20,6 +20,7 @@ from localrt.mcp.servers import ToolServers
 from tests.fake_endpoint import nobody
 from tests.waits import wait_for
 
+NO_PROGRAM = "no program in PATH, nor an absolute path to one"
 SERVER = str(Path(__file__).with_name("server.py"))
 
 
@@ -151,7 +152,7 @@ def test_failed_start(started: Callable[..., ToolServers]) -> None:
         ServerConfig(name="far", url="http://me:secret@127.0.0.1:9/mcp?key=secret"),
     )
     assert {status.name: (status.state, status.problem) for status in servers.statuses} == {
-        "none": ("failed", "cannot be started: not-there: No such file or directory"),
+        "none": ("failed", f"cannot be started: not-there: {NO_PROGRAM}"),
         "wordy": ("failed", "ended: boo"),
         "mute": ("failed", "did not start within 1 s"),
         "far": (
@@ -160,7 +161,7 @@ def test_failed_start(started: Callable[..., ToolServers]) -> None:
         ),
     }
     assert call(servers, "none", "add").text == (
-        "The server none cannot be started: not-there: No such file or directory."
+        f"The server none cannot be started: not-there: {NO_PROGRAM}."
     )
 
 

@@ -7,7 +7,6 @@ can also be edited in the user's own editor. The app decides whether a message c
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
@@ -25,6 +24,7 @@ from textual.widgets.text_area import Selection
 from localrt import system
 from localrt.common.errors import LocalrtError, OptionError, reason_of
 from localrt.common.files import write_text
+from localrt.common.processes import program_path
 from localrt.tui.commands import Suggestion, as_typed, completion, read_line, suggestions
 from localrt.tui.conversation.attachments import Attachments, SentMessage
 from localrt.tui.inputs import TextArea
@@ -266,7 +266,7 @@ class Composer(TextArea):
             self.move_cursor((0, 0))
 
 
-_USUAL = ("nano", "vi", "notepad")
+_USUAL = (["nano"], ["vi"], ["notepad"])
 
 
 def editor_command() -> list[str]:
@@ -276,15 +276,11 @@ def editor_command() -> list[str]:
         OptionError: there is none, or it cannot be found.
     """
     wanted = os.environ.get("VISUAL") or os.environ.get("EDITOR")
-    if wanted:
-        command = system.split(wanted)
-        if not command or shutil.which(command[0]) is None:
-            raise OptionError(f"the editor {wanted!r} is not there: set VISUAL or EDITOR")
-        return command
-    for name in _USUAL:
-        if shutil.which(name) is not None:
-            return [name]
-    raise OptionError("no editor was found: set VISUAL or EDITOR")
+    for command in [system.split(wanted)] if wanted else _USUAL:
+        if command and (program := program_path(command[0])):
+            return [program, *command[1:]]
+    missing = f"the editor {wanted!r} is not there" if wanted else "no editor was found"
+    raise OptionError(f"{missing}: set VISUAL or EDITOR")
 
 
 def edited(text: str) -> str:

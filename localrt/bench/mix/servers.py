@@ -318,7 +318,7 @@ def make_servers(
         if peer.startswith(("http://", "https://")):
             servers.append(RunningServer(peer, key))
         elif name and binary:
-            servers.append(LlamaServer(name, user_path(binary), paths, arguments))
+            servers.append(LlamaServer(name, user_path(binary).absolute(), paths, arguments))
         else:
             raise OptionError(f"--peer {peer!r:.80}: give a URL, or llama-server=PROGRAM")
     for server in servers:

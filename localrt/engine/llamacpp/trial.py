@@ -61,11 +61,6 @@ def check_build(cache: Path) -> None:
         )
 
 
-def trial_command() -> list[str]:
-    """Return the command of the trial."""
-    return helper_command(__name__)
-
-
 def main() -> None:
     """Run the trial, which may crash: load a small model, compute some tokens, then one."""
     from localrt.engine.llamacpp.engine import LlamaCppSession
@@ -87,7 +82,7 @@ def _try() -> str | None:
     """Return what killed the trial, "" if nothing did; None if it says nothing about the build."""
     try:
         code = subprocess.run(
-            trial_command(),
+            helper_command(__name__),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
