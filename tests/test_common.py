@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from localrt.cli import main
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, StorageError
 from localrt.common.files import (
     atomic_write,
+    is_there,
     private_file,
     private_folder,
     read_bytes,
@@ -32,6 +34,7 @@ from localrt.common.files import (
 from localrt.common.formatting import format_bytes, parse_size, printable
 from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.speeds import keep_speed, known_speed
+from localrt.common.toml_file import TomlFile
 from localrt.documents.reading import read_document
 from localrt.models.vision.picture import read_picture
 from localrt.tui.text import in_app
@@ -85,6 +88,39 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"^cannot write .*: ") as caught:
             write_bytes(tmp_path / folder / "x", b"")
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("work", "room", "step"),
+    [
+        (write_bytes, system, "replace"),
+        (lambda path, _: TomlFile(path).change({"a": 1}), system, "replace"),
+        (lambda path, _: TomlFile(path).read(), Path, "open"),
+        (lambda path, _: read_text(path), Path, "open"),
+        (lambda path, _: read_document(path), Path, "open"),
+        (lambda path, _: is_there(path), Path, "stat"),
+    ],
+)
+def test_a_message_names_its_file_once(
+    work: Callable[[Path, bytes], object],
+    room: Any,
+    step: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though an error may become another on its way."""
+    path = tmp_path / "config.toml"
+    path.write_text("")
+
+    def fail(*_given: object, **_options: object) -> object:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(room, step, fail)
+    with pytest.raises(StorageError) as caught:
+        work(path, b"a")
+    monkeypatch.undo()
+    assert str(caught.value).count(path.name) == 1
+    assert str(caught.value).endswith(os.strerror(errno.EACCES))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")

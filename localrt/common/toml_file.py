@@ -56,8 +56,6 @@ class TomlFile:
             if table is not None and not place:
                 del document[table]
             self._write(tomlkit.dumps(document))
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be written: {reason_of(error)}") from error
         except (TypeError, ValueError) as error:
             raise StorageError(f"{self.path} cannot be changed: {error}") from error
 
