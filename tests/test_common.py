@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import stat
@@ -26,6 +27,7 @@ from localrt.common.files import (
     private_file,
     private_folder,
     read_bytes,
+    read_stream,
     read_text,
     remove_folder,
     write_bytes,
@@ -121,6 +123,26 @@ def test_a_message_names_its_file_once(
     monkeypatch.undo()
     assert str(caught.value).count(path.name) == 1
     assert str(caught.value).endswith(os.strerror(errno.EACCES))
+
+
+class Asked(io.BytesIO):
+    """A stream that notes how much it is asked for: it would take memory for that."""
+
+    most = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.most = max(self.most, size or 0)
+        return super().read(size)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1, 3_000_000])
+def test_streams_are_read_in_pieces(size: int) -> None:
+    stream = Asked(bytes(size))
+    assert len(read_stream(stream, "stdin", size)) == size
+    assert stream.most < 10_000_000
+    if size:
+        with pytest.raises(OptionError, match="stdin is too large"):
+            read_stream(Asked(bytes(size)), "stdin", size - 1)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ _MODE = 0o666  # the default mode of ``open``, before the umask
 _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
 _STALE_S = 86_400.0  # a writer that pauses longer has been killed
+_PIECE = 1 << 20  # bytes
 _NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
 
 
@@ -191,10 +193,12 @@ def read_stream(stream: BinaryIO, name: str, most: int = MOST_BYTES) -> bytes:
     Raises:
         OptionError: it has more than ``most`` bytes.
     """
-    data = stream.read(most + 1)
-    if len(data) > most:
+    data, more = io.BytesIO(), True
+    while more and data.tell() <= most:  # in pieces: a stream takes memory for all it is asked for
+        more = data.write(stream.read(_PIECE)) == _PIECE
+    if data.tell() > most:
         raise OptionError(f"{name} is too large: the most is {most // 1_000_000} MB")
-    return data
+    return data.getvalue()
 
 
 def read_text(path: str | Path) -> str:
