@@ -36,7 +36,15 @@ from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.documents.confined import DocumentReader
-from localrt.documents.reading import Document, Step, fenced, files_below, pages_of, step_in
+from localrt.documents.reading import (
+    Document,
+    Step,
+    fenced,
+    files_below,
+    may_be_file,
+    pages_of,
+    step_in,
+)
 
 _PIECE = 1200  # characters: some 300 tokens
 _RRF = 5  # with the paper's 60, the best of one ranking comes after all that are in both
@@ -157,8 +165,7 @@ class DocumentIndex(Closing):
             if path in left_out and os.path.exists(path):  # noqa: PTH110 - Path's may raise
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
-            with disk_errors(path):
-                gone = set(known) - {(str(file),) for file in files if file.is_file()}
+            gone = set(known) - {(str(file),) for file in files if may_be_file(file)}
             with self._in_words(), self._connection:
                 self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
             if self._embedder is not None:

@@ -241,8 +241,18 @@ def files_below(folder: Path) -> Iterator[Path]:
     for inner in _known_to_git(folder) or _walked(folder):
         hidden = any(part.startswith(".") or part in _LEFT_OUT for part in Path(inner).parts)
         path = folder / inner
-        if not hidden and path.is_file() and path.resolve().is_relative_to(top):
+        if not hidden and may_be_file(path) and path.resolve().is_relative_to(top):
             yield path
+
+
+def may_be_file(path: Path) -> bool:
+    """Whether a path leads to a file; also True if the system cannot tell, as in a closed folder:
+    whoever reads it says so.
+    """
+    try:
+        return path.is_file()
+    except OSError:
+        return True
 
 
 def _known_to_git(folder: Path) -> list[str]:
