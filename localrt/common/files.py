@@ -150,6 +150,11 @@ def user_path(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
 
 
+def several(given: Any) -> Any:
+    """What a caller gave as paths or pictures; a single one is not taken for its characters."""
+    return [given] if isinstance(given, str | bytes | Path) else given
+
+
 def is_there(path: str | Path) -> bool:
     """Whether a path that a user may have meant (see ``user_path``) leads to a file or folder.
     False for a text that cannot be a path.
