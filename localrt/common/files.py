@@ -173,6 +173,14 @@ def is_there(path: str | Path) -> bool:
     return True
 
 
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a file; also True if only reading can tell, as in a closed folder."""
+    try:
+        return path.is_file()
+    except OSError:
+        return True
+
+
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
     """The bytes of a file that a user names. Devices and pipes are refused: they may never end.
 

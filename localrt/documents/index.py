@@ -30,21 +30,13 @@ from localrt.common.errors import (
     disk_errors,
     reason_of,
 )
-from localrt.common.files import private_file, private_folder, several, user_path
+from localrt.common.files import is_file, private_file, private_folder, several, user_path
 from localrt.common.forks import finalize
 from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
 from localrt.common.settings import Settings
 from localrt.documents.confined import DocumentReader
-from localrt.documents.reading import (
-    Document,
-    Step,
-    fenced,
-    files_below,
-    may_be_file,
-    pages_of,
-    step_in,
-)
+from localrt.documents.reading import Document, Step, fenced, files_below, pages_of, step_in
 
 _PIECE = 1200  # characters: some 300 tokens
 _RRF = 5  # with the paper's 60, the best of one ranking comes after all that are in both
@@ -166,7 +158,7 @@ class DocumentIndex(Closing):
             if path in left_out and os.path.exists(path):  # noqa: PTH110 - Path's may raise
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
-            gone = set(known) - {(str(file),) for file in files if may_be_file(file)}
+            gone = set(known) - {(str(file),) for file in files if is_file(file)}
             with self._in_words(), self._connection:
                 self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
             if self._embedder is not None:

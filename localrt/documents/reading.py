@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localrt.common.errors import OptionError, StorageError, reason_of
-from localrt.common.files import read_bytes, user_path
+from localrt.common.files import is_file, read_bytes, user_path
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.documents.confined import DocumentReader
@@ -241,18 +241,8 @@ def files_below(folder: Path) -> Iterator[Path]:
     for inner in _known_to_git(folder) or _walked(folder):
         hidden = any(part.startswith(".") or part in _LEFT_OUT for part in Path(inner).parts)
         path = folder / inner
-        if not hidden and may_be_file(path) and path.resolve().is_relative_to(top):
+        if not hidden and is_file(path) and path.resolve().is_relative_to(top):
             yield path
-
-
-def may_be_file(path: Path) -> bool:
-    """Whether a path leads to a file; also True if the system cannot tell, as in a closed folder:
-    whoever reads it says so.
-    """
-    try:
-        return path.is_file()
-    except OSError:
-        return True
 
 
 def _known_to_git(folder: Path) -> list[str]:
