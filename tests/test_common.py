@@ -33,7 +33,7 @@ from localrt.common.files import (
     write_bytes,
     write_text,
 )
-from localrt.common.formatting import format_bytes, parse_size, printable
+from localrt.common.formatting import format_bytes, parse_size, printable, table
 from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.speeds import keep_speed, known_speed
 from localrt.common.toml_file import TomlFile
@@ -277,10 +277,21 @@ def test_a_failing_disk_is_no_wrong_option(
         ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
         ("\x9b31m\x85", r"\x9b31m\x85"),
         ("txt.\u202eexe \u2066", r"txt.\u202eexe \u2066"),
+        ("a\u2028b\u2029c\ud800", r"a\u2028b\u2029c\ud800"),
     ],
 )
 def test_text_for_a_terminal_moves_nothing(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_a_cell_is_one_line() -> None:
+    """No name ends its row, or looks like another's."""
+    shown = table([["a\nb\tc", "x\u200by"], ["d", "\xadz\U000e0041"]], ("ONE", "TWO"))
+    assert shown.split("\n") == [
+        "ONE      TWO",
+        r"a\nb\tc  x\u200by",
+        r"d        \xadz\U000e0041",
+    ]
 
 
 SIZES = {

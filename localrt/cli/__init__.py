@@ -6,8 +6,10 @@ for another's imports.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -17,8 +19,8 @@ from typing import Any
 
 from localrt import system
 from localrt.cli.help import Examples, HelpfulParser
+from localrt.cli.output import note, say, say_lines
 from localrt.common.errors import LocalrtError, OptionError, reason_of
-from localrt.common.formatting import printable
 from localrt.common.option_names import on_command_line
 from localrt.common.version import __version__
 
@@ -58,7 +60,7 @@ _USAGE = 2
 # Exit statuses as shells report them for a process that a signal ended.
 _INTERRUPTED = 130
 _NO_COMMAND = (
-    "localrt: say what to do: `localrt chat` opens a chat with a small model, `localrt plan` says "
+    "say what to do: `localrt chat` opens a chat with a small model, `localrt plan` says "
     "what this PC runs well, `localrt --help` lists the commands"
 )
 _BROKEN_PIPE = 141
@@ -128,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     if not (sys.argv[1:] if argv is None else argv):
-        print(_NO_COMMAND, file=sys.stderr)
+        note(_NO_COMMAND)
         return _USAGE
     try:
         try:
@@ -137,7 +139,7 @@ def _run(argv: Sequence[str] | None) -> int:
         finally:
             sys.stdout.flush()
     except LocalrtError as error:
-        print(printable(f"localrt: {error.told(on_command_line)}"), file=sys.stderr)
+        note(error.told(on_command_line))
         return _USAGE if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -150,7 +152,12 @@ def _run(argv: Sequence[str] | None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if system.is_broken_pipe(error):
             return _BROKEN_PIPE
-        print(printable(f"localrt: {place}{reason_of(error)}"), file=sys.stderr)
+        note(f"{place}{reason_of(error)}")
+        return 1
+    except Exception as error:  # noqa: BLE001 - a bug, whose text may be a file's
+        for part in traceback.format_exception(error):
+            shown = say_lines if part.startswith("  File") else say
+            shown(part.strip("\n"), file=sys.stderr)
         return 1
     return status
 
@@ -165,6 +172,8 @@ def _open_streams() -> Iterator[None]:
                 stream = opened.enter_context(Path(os.devnull).open(mode, encoding="utf-8"))
                 setattr(sys, name, stream)
         system.use_utf8_in_pipes()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         yield
 
 

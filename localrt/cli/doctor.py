@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
 import os
 import platform
 import re
@@ -25,6 +24,7 @@ from typing import Any
 
 from localrt import system
 from localrt.cli.help import Examples
+from localrt.cli.output import say, say_result
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.extras import install, install_for_gpu
 from localrt.common.files import read_text, write_text
@@ -148,9 +148,9 @@ def run(args: argparse.Namespace) -> int:
     """Print or write the report; always return 0, as missing parts are not a failure."""
     report = _examine(quick=args.quick)
     if args.report is not None:
-        print(write_report(args.report, _lines(shareable(report))))
+        say(write_report(args.report, _lines(shareable(report))))
     else:
-        print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+        say_result(report, "\n".join(_lines(report)), as_json=args.json)
     return 0
 
 

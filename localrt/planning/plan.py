@@ -19,7 +19,14 @@ import numpy as np
 
 from localrt import system
 from localrt.common.errors import HubError, LocalrtError
-from localrt.common.formatting import format_bytes, format_count, format_rate, format_seconds, table
+from localrt.common.formatting import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    join_lines,
+    table,
+)
 from localrt.common.option_names import on_command_line
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.speeds import known_speed
@@ -334,7 +341,7 @@ def one_line(plan: Forecast) -> str:
 
 def explain(plan: Forecast) -> str:
     """Return the whole plan as text."""
-    text = "\n".join(_lines(plan))
+    text = join_lines(_lines(plan))
     return "\n".join([text, "", *meanings(text)])
 
 
@@ -516,7 +523,7 @@ _MOST_NOTES = 2
 
 def page(plan: Forecast) -> str:
     """Return the plan in about twenty lines."""
-    text = "\n".join(_page_lines(plan))
+    text = join_lines(_page_lines(plan))
     more = "Where the weights go, and where the time: add --details"
     return "\n".join([text, "", *meanings(text), "", more])
 

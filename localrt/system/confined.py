@@ -21,25 +21,17 @@ _ALL, _WRITE = 0xFFFFFFFF, 0o3103  # bits of an argument; those of `open` that a
 _PROCESSORS = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # and their numbers in Linux
 # The calls that are allowed, on each of these processors. All others are not.
 _CALLS = (
-    # To read, write, seek in and close what is open.
-    ("0-1 3 8 17 19-20 295 327", "57 62-67 69 286"),
+    ("0-1 3 8 17 19-20 295 327", "57 62-67 69 286"),  # read, write, seek in, close what is open
     # Which files there are, and what they are.
     ("4-6 21 78-79 89 137-138 217 262 267 269 332 439", "17 43-44 48 61 78-80 291 439"),
-    # Its own memory.
-    ("9-12 25-28 324 462", "214-216 222 226-227 232-233 283 462"),
-    # What it does when it gets a signal.
-    ("13-15 127 131 219", "128 132 134-136 139"),
-    # To wait for what is open, a lock or a time.
-    ("7 23-24 35 202 230 270-271", "72-73 98 101 115 124"),
-    # Clocks, and a timer that ends it.
-    ("36 38 96 100 201 228-229", "102-103 113-114 153 169"),
-    # Who it is, its limits, the machine, random numbers, what a libc notes of a thread.
-    (
-        "39 63 97-99 102 104 107-108 110 160 186 204 218 273 309 318 334",
-        "96 99 123 160 163-165 168 172-179 278 293",
-    ),
-    # Further numbers for what is open; to end.
-    ("32-33 292 60 231", "23-24 93-94"),
+    ("9-12 25-28 324 462", "214-216 222 226-227 232-233 283 462"),  # its own memory
+    ("13-15 127 131 219", "128 132 134-136 139"),  # what it does when it gets a signal
+    ("7 23-24 35 202 230 270-271", "72-73 98 101 115 124"),  # wait for a file, a lock, a time
+    ("36 38 96 100 201 228-229", "102-103 113-114 153 169"),  # clocks, and a timer that ends it
+    ("39 63 99 102 104 107-108 110 186", "160 172-179"),  # who it is, and the machine
+    ("97-98 160 204 309 318", "123 163-165 168 278"),  # its limits, cores, and random numbers
+    ("218 273 334", "96 99 293"),  # what a libc notes of a thread
+    ("32-33 292 60 231", "23-24 93-94"),  # further numbers for what is open; end
 )
 # Calls that are allowed if these bits of an argument, by its index, have one of these values.
 _CHECKED = (
