@@ -20,7 +20,7 @@ from typing import Any
 from localrt import system
 from localrt.cli.help import Examples, HelpfulParser
 from localrt.cli.output import note, say, say_lines
-from localrt.common.errors import LocalrtError, OptionError, reason_of
+from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.option_names import on_command_line
 from localrt.common.version import __version__
 
@@ -141,6 +141,9 @@ def _run(argv: Sequence[str] | None) -> int:
     except LocalrtError as error:
         note(error.told(on_command_line))
         return _USAGE if isinstance(error, OptionError) else 1
+    except MemoryError:
+        note("there is not enough memory: end other programs, or raise the limit on this one")
+        return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as error:
@@ -162,6 +165,13 @@ def _run(argv: Sequence[str] | None) -> int:
     return status
 
 
+class _ClosedOutput(io.TextIOWrapper):
+    """Stands for a stdout that the caller closed."""
+
+    def write(self, text: str) -> int:
+        raise StorageError("stdout is closed: nothing can be printed")
+
+
 @contextmanager
 def _open_streams() -> Iterator[None]:
     """Replace streams that the caller closed: otherwise a model's file would get their number."""
@@ -169,8 +179,9 @@ def _open_streams() -> Iterator[None]:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
                 opened.callback(setattr, sys, name, None)
-                stream = opened.enter_context(Path(os.devnull).open(mode, encoding="utf-8"))
-                setattr(sys, name, stream)
+                stream = opened.enter_context(Path(os.devnull).open(mode + "b"))
+                kind = _ClosedOutput if name == "stdout" else io.TextIOWrapper
+                setattr(sys, name, kind(stream, encoding="utf-8"))
         system.use_utf8_in_pipes()
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")

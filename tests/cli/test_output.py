@@ -330,6 +330,7 @@ def test_completed_names_are_no_commands(shell: str, home: dict[str, str], tmp_p
 @pytest.mark.parametrize(
     ("error", "told"),
     [
+        (MemoryError(), "localrt: there is not enough memory: end other programs"),
         (OSError(5, "a\nb", f"c{HARM}"), r"localrt: c\x1b]52;;aA\x07\nlocalrt: OK\r"),
         (RuntimeError(f"a bug: {HARM}"), r"RuntimeError: a bug: \x1b]52;;aA\x07"),
     ],
@@ -346,3 +347,13 @@ def test_errors_of_others(
     assert told in printed
     assert not UNSEEN.findall(printed.replace("\n", ""))
     assert FORGED not in printed.split("\n")
+
+
+@pytest.mark.parametrize("command", [["list"], ["list", "--json"], ["--help"], ["--version"]])
+def test_closed_stdout(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was asked for cannot be told, so it is no success."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(command) == 1
+    assert capsys.readouterr().err == "localrt: stdout is closed: nothing can be printed\n"
