@@ -324,7 +324,6 @@ class PlainChat:
         return 0
 
     def say(self, text: str) -> None:
-        """Print a line."""
         self._say_text(as_line(spelled(text, in_app)))
 
     def _say_text(self, text: str) -> None:

@@ -25,8 +25,7 @@ def with_pictures(text: str, images: Sequence[object]) -> str | list[dict[str, o
     Raises:
         OptionError: a picture cannot be read.
     """
-    images = several(images)
-    if not isinstance(images, list | tuple):
+    if not isinstance(images := several(images), list | tuple):
         raise OptionError(f"images must be a list of pictures, is {images!r:.80}")
     if not images:
         return text

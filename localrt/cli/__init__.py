@@ -19,7 +19,7 @@ from typing import Any
 
 from localrt import system
 from localrt.cli.help import Examples, HelpfulParser
-from localrt.cli.output import note, say, say_lines
+from localrt.cli.output import note, say
 from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.option_names import on_command_line
 from localrt.common.version import __version__
@@ -157,10 +157,8 @@ def _run(argv: Sequence[str] | None) -> int:
             return _BROKEN_PIPE
         note(f"{place}{reason_of(error)}")
         return 1
-    except Exception as error:  # noqa: BLE001 - a bug, whose text may be a file's
-        for part in traceback.format_exception(error):
-            shown = say_lines if part.startswith("  File") else say
-            shown(part.strip("\n"), file=sys.stderr)
+    except Exception:  # noqa: BLE001 - a bug; indented, as its text may be a file's
+        say(*(f"  {line}" for line in traceback.format_exc().splitlines()), file=sys.stderr)
         return 1
     return status
 

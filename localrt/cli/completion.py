@@ -52,9 +52,9 @@ def _add_names(parser: HelpfulParser) -> None:
     """Let arguments complete the models known or here today, the programs and the formats."""
     here: list[str] = []
     with suppress(LocalrtError):
-        here = [model.name for model in list_models(Settings.from_environment())]
+        found = [model.name for model in list_models(Settings.from_environment())]
+        here = [name for name in found if _HARMLESS.fullmatch(name)]
     models = [*dict.fromkeys((DEMO_NAME, *(known.name for known in KNOWN_MODELS), *here))]
-    models = [name for name in models if _HARMLESS.fullmatch(name)]
     names = {
         "MODEL": models,
         "PROGRAM": [each.name for each in PROGRAMS],

@@ -28,7 +28,7 @@ from localrt.cli.output import say, say_result
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.extras import install, install_for_gpu
 from localrt.common.files import read_text, write_text
-from localrt.common.formatting import format_bytes, table
+from localrt.common.formatting import format_bytes, indented
 from localrt.common.option_names import option
 from localrt.common.processes import is_packaged
 from localrt.common.settings import CRASH_REPORT, Settings
@@ -301,9 +301,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     if report["gpu"]:
         rows += _gpu_rows(report["gpu"])
     rows.append(["kernels", report["kernels"] or "none: see below"])
-    yield _aligned(rows)
+    yield from indented(rows)
     yield "\nPackages, by the extra that installs them (in a checkout: scripts/setup EXTRA)"
-    yield _aligned(
+    yield from indented(
         [
             [p["extra"], p["name"], p["version"] or "not installed", p["use"]]
             for p in report["packages"]
@@ -311,17 +311,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     )
     yield "\nFolders"
     folders = [[f["what"], f["path"], _folder_text(f)] for f in report["folders"]]
-    yield _aligned([*folders, ["demo model", report["demo_model"] or "not here"]])
+    yield from indented([*folders, ["demo model", report["demo_model"] or "not here"]])
     if report["advice"]:
         yield "\nTo do"
         yield from (f"  {line}" for line in report["advice"])
     if report["quick"]:
         yield "\nWithout --quick, memory, disk and GPU are measured too."
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    body = table(rows, [""] * len(rows[0])).split("\n", 1)[1]
-    return "\n".join(f"  {line}" for line in body.splitlines())
 
 
 def _threads_text(cores: dict[str, int]) -> str:

@@ -68,8 +68,7 @@ class HelpfulParser(argparse.ArgumentParser):
         return f"{said} (`{self.prog} --help` lists the options)"
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        # argparse's hides that the disk is full
-        say_lines(message, end="", file=file or sys.stderr)
+        say_lines(message, end="", file=file or sys.stderr)  # argparse's hides full disks
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices:

@@ -26,7 +26,7 @@ from localrt import system
 from localrt.cli.help import Examples
 from localrt.cli.loading import served_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags
-from localrt.cli.output import note, say, say_json, say_lines
+from localrt.cli.output import note, say, say_lines, say_result
 from localrt.client.answer import ListedModel
 from localrt.client.model import load_at, models_of
 from localrt.client.programs import PROGRAMS, ClientProgram, Start, find_program, start_of
@@ -129,13 +129,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(as_json: bool) -> int:
     rows = [(each, shutil.which(each.command)) for each in PROGRAMS]
-    if as_json:
-        names = ("name", "title", "install")
-        found = [{n: getattr(each, n) for n in names} | {"path": path} for each, path in rows]
-        say_json({"programs": found})
-    else:
-        shown = [(p.name, p.title, path or f"not installed: {p.install}") for p, path in rows]
-        say_lines(table(shown, ("NAME", "PROGRAM", "WHERE"), ""))
+    names = ("name", "title", "install")
+    found = [{n: getattr(each, n) for n in names} | {"path": path} for each, path in rows]
+    shown = [(p.name, p.title, path or f"not installed: {p.install}") for p, path in rows]
+    text = table(shown, ("NAME", "PROGRAM", "WHERE"), "")
+    say_result({"programs": found}, text, as_json=as_json)
     return 0
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from localrt import system
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
-from localrt.cli.output import say_json, say_lines, say_result
+from localrt.cli.output import say_result
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
@@ -115,12 +115,10 @@ def run(args: argparse.Namespace) -> int:
     options = flag_values(args, (*_PLAN, *_HARDWARE, *HUB_FLAGS))
     found = plan(args.model, **options)
     pair = None if args.draft is None else _plan_draft(args, found)
-    if args.json:
-        say_json(_report(found, pair))
-    else:
-        say_lines(found.details if args.details else found.report)
-        if pair is not None:
-            say_lines("\n" + pair.report())
+    text = found.details if args.details else found.report
+    if pair is not None:
+        text += f"\n\n{pair.report()}"
+    say_result(_report(found, pair), text, as_json=args.json)
     return 0
 
 

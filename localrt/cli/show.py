@@ -15,9 +15,9 @@ from pathlib import Path
 from localrt.chat_format.chat_template import load_template
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.cli.help import Examples, ProgressLine
-from localrt.cli.output import say, say_json
+from localrt.cli.output import say_result
 from localrt.common.errors import LocalrtError, ModelNotFoundError
-from localrt.common.formatting import format_bytes, format_count, one_line
+from localrt.common.formatting import format_bytes, format_count, join_lines, one_line
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.drafts.discovery import DraftOffer, head_to_pull, own_draft
@@ -112,12 +112,9 @@ def run(args: argparse.Namespace) -> int:
 def _print(
     args: argparse.Namespace, record: dict[str, object], lines: list[tuple[str, str]]
 ) -> int:
-    if args.json:
-        say_json(record)
-        return 0
     width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        say(f"{label.ljust(width)}  {text}")
+    text = join_lines(f"{label.ljust(width)}  {text}" for label, text in lines)
+    say_result(record, text, as_json=args.json)
     return 0
 
 

@@ -10,11 +10,9 @@ from localrt.common.errors import OptionError
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 _CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff"
-CONTROL = re.compile(f"[{_CONTROLS}]")
-"""A character that controls a terminal or changes the direction; but for line ends and tabs."""
+CONTROL = re.compile(f"[{_CONTROLS}]")  # of a terminal, or of the direction
 _INVISIBLE = "\t\n\xad\u061c\u200b-\u200f\u2060-\u2065\ufeff\U000e0000-\U000e007f"
-UNSEEN = re.compile(f"[{_CONTROLS}{_INVISIBLE}]")
-"""These, line ends and tabs too, and characters that are not seen."""
+UNSEEN = re.compile(f"[{_CONTROLS}{_INVISIBLE}]")  # also line ends, tabs and what is not seen
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
@@ -130,6 +128,11 @@ def join_lines(lines: Iterable[str]) -> str:
 
 def _spelled(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode("ascii")
+
+
+def indented(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
+    """The lines of a ``table`` without headers, indented by two spaces."""
+    return [f"  {line}" for line in table(rows, ("",) * len(rows[0]), align).split("\n")[1:]]
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str = "") -> str:

@@ -24,8 +24,8 @@ from localrt.common.formatting import (
     format_count,
     format_rate,
     format_seconds,
+    indented,
     join_lines,
-    table,
 )
 from localrt.common.option_names import on_command_line
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
@@ -548,11 +548,11 @@ def _page_lines(plan: Forecast) -> Iterator[str]:
     if plan.contexts:
         yield ""
         yield "Longest conversation"
-        yield from _indented(_contexts(plan))
+        yield from indented(_contexts(plan), "r")
     if gains := _gains(plan):
         yield ""
         yield "What would make it faster"
-        yield from _indented(gains, "rr")
+        yield from indented(gains, "rr")
     notes = [note for note in plan.notes if note != EVEN_EXPERTS][:_MOST_NOTES]
     if notes:
         yield ""
@@ -612,13 +612,6 @@ def _shown(command: str, plan: Forecast) -> str:
     if plan.command and command.startswith(f"{plan.command} --"):
         return f"add {command.removeprefix(plan.command).strip()}"
     return command
-
-
-def _indented(rows: list[tuple[str, ...]], align: str = "r") -> Iterator[str]:
-    """Yield the rows as indented columns without headers."""
-    blank = ("",) * len(rows[0])
-    for line in table(rows, blank, align).split("\n")[1:]:
-        yield f"  {line}"
 
 
 def _wrapped(text: str) -> list[str]:

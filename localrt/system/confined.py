@@ -90,9 +90,8 @@ def confine(readable: Iterable[str | Path]) -> list[str]:
             os.close(place)
     if rules >= 0 and libc.syscall(446, rules, 0) == 0:
         found.append("no other files (Landlock)")
-    processors = [*_PROCESSORS]
-    if (processor := os.uname().machine) in processors and sys.maxsize > 1 << 32:
-        column = processors.index(processor)
+    if (processor := os.uname().machine) in _PROCESSORS and sys.maxsize > 1 << 32:
+        column = [*_PROCESSORS].index(processor)
         # The call's number is at 0, the processor's at 4, and arguments are from 16 on.
         code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _PROCESSORS[processor]), _DENY, (_LOAD, 0, 0, 0)]
         for calls in _CALLS:
