@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Unpack
 from localrt.chat_format.histories import text_of
 from localrt.common.closing import Closing
 from localrt.common.errors import LocalrtError, OptionError, StorageError
-from localrt.common.files import parse_json, read_text, user_path, write_text
+from localrt.common.files import parse_json, read_text, several, user_path, write_text
 from localrt.common.forks import Answering
 from localrt.common.progress import ProgressCallback
 from localrt.engine.options import GenerateOptions, SendOptions, schema_of
@@ -261,7 +261,7 @@ class ChatSession:
         text: str | None = None,
         *,
         images: Sequence[Any] = (),
-        files: Sequence[str | Path] = (),
+        files: str | Path | Sequence[str | Path] = (),
         tools: Tools | None = None,
         on_progress: ProgressCallback | None = None,
         **options: Unpack[GenerateOptions],
@@ -292,8 +292,8 @@ class ChatSession:
         if (images or files) and text is None:
             raise OptionError("pictures and files need a text: say what to do with them")
         if files and text is not None:
-            text, pages = self._with_files(text, files, on_progress)
-            images = [*images, *pages]
+            text, pages = self._with_files(text, several(files), on_progress)
+            images = [*several(images), *pages]
         content: str | list[dict[str, Any]] | None = text
         if images and text is not None:
             from localrt.chat_format.pictures import with_pictures  # brings numpy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import pickle
 import stat
@@ -26,18 +27,21 @@ from localrt.cli import main
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, StorageError
 from localrt.common.files import (
     atomic_write,
+    is_there,
     private_file,
     private_folder,
     read_bytes,
+    read_stream,
     read_text,
     remove_folder,
     write_bytes,
     write_text,
 )
-from localrt.common.formatting import format_bytes, parse_size, printable
+from localrt.common.formatting import format_bytes, parse_size, printable, table
 from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.processes import is_alive, is_seen_alive, own_name, process_name
 from localrt.common.speeds import keep_speed, known_speed
+from localrt.common.toml_file import TomlFile
 from localrt.documents.reading import read_document
 from localrt.models.vision.picture import read_picture
 from localrt.tui.text import in_app
@@ -91,6 +95,59 @@ def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(StorageError, match=r"^cannot write .*: ") as caught:
             write_bytes(tmp_path / folder / "x", b"")
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("work", "room", "step"),
+    [
+        (write_bytes, system, "replace"),
+        (lambda path, _: TomlFile(path).change({"a": 1}), system, "replace"),
+        (lambda path, _: TomlFile(path).read(), Path, "open"),
+        (lambda path, _: read_text(path), Path, "open"),
+        (lambda path, _: read_document(path), Path, "open"),
+        (lambda path, _: is_there(path), Path, "stat"),
+    ],
+)
+def test_a_message_names_its_file_once(
+    work: Callable[[Path, bytes], object],
+    room: Any,
+    step: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though an error may become another on its way."""
+    path = tmp_path / "config.toml"
+    path.write_text("")
+
+    def fail(*_given: object, **_options: object) -> object:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(room, step, fail)
+    with pytest.raises(StorageError) as caught:
+        work(path, b"a")
+    monkeypatch.undo()
+    assert str(caught.value).count(path.name) == 1
+    assert str(caught.value).endswith(os.strerror(errno.EACCES))
+
+
+class Asked(io.BytesIO):
+    """A stream that notes how much it is asked for: it would take memory for that."""
+
+    most = 0
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self.most = max(self.most, size or 0)
+        return super().read(size)
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 20, (1 << 20) + 1, 3_000_000])
+def test_streams_are_read_in_pieces(size: int) -> None:
+    stream = Asked(bytes(size))
+    assert len(read_stream(stream, "stdin", size)) == size
+    assert stream.most < 10_000_000
+    if size:
+        with pytest.raises(OptionError, match="stdin is too large"):
+            read_stream(Asked(bytes(size)), "stdin", size - 1)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="permissions are POSIX's")
@@ -333,10 +390,21 @@ def test_a_failing_disk_is_no_wrong_option(
         ("\x1b[2J\x1b]0;title\x07", r"\x1b[2J\x1b]0;title\x07"),
         ("\x9b31m\x85", r"\x9b31m\x85"),
         ("txt.\u202eexe \u2066", r"txt.\u202eexe \u2066"),
+        ("a\u2028b\u2029c\ud800", r"a\u2028b\u2029c\ud800"),
     ],
 )
 def test_text_for_a_terminal_moves_nothing(text: str, shown: str) -> None:
     assert printable(text) == shown
+
+
+def test_a_cell_is_one_line() -> None:
+    """No name ends its row, or looks like another's."""
+    shown = table([["a\nb\tc", "x\u200by"], ["d", "\xadz\U000e0041"]], ("ONE", "TWO"))
+    assert shown.split("\n") == [
+        "ONE      TWO",
+        r"a\nb\tc  x\u200by",
+        r"d        \xadz\U000e0041",
+    ]
 
 
 SIZES = {

@@ -22,6 +22,7 @@ import pytest
 from localrt import system
 from localrt.common.cores import Cores, find_cores
 from localrt.common.processes import helper_command
+from localrt.system import confined
 from localrt.system.windows import count_records
 
 PAGE = 4096
@@ -230,6 +231,45 @@ BANNED = [
     (SECCOMP, "call(0, 437, -100, b'.', struct.pack('QQQ', 0, 0, 0), 24)"),  # openat2
     (SECCOMP, "os.kill(os.getppid(), 0)"),
     (SECCOMP, "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE)"),
+    # What disturbs others: the parent's priority, scheduling, cores and input.
+    (SECCOMP, "os.setpriority(os.PRIO_PROCESS, os.getppid(), 0)"),
+    (SECCOMP, "os.nice(0)"),
+    (SECCOMP, "os.sched_setscheduler(os.getppid(), os.SCHED_OTHER, os.sched_param(0))"),
+    (SECCOMP, "os.sched_setparam(os.getppid(), os.sched_param(0))"),
+    (SECCOMP, "os.sched_setaffinity(os.getppid(), [0])"),
+    (SECCOMP, "call(0, 314 if x86 else 274, 0, None, 0)"),  # sched_setattr
+    (SECCOMP, "call(0, 251 if x86 else 30, 1, os.getppid(), 0)"),  # ioprio_set
+    (SECCOMP, "fcntl.ioctl(0, 0x5412, b'x')"),  # type into the terminal
+    (SECCOMP, "fcntl.ioctl(0, 0x8901, b'1234')"),  # have signals sent to others
+    (SECCOMP, "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())"),
+    (SECCOMP, "fcntl.fcntl(0, fcntl.F_SETSIG, 9)"),
+    (SECCOMP, "fcntl.fcntl(0, fcntl.F_SETLEASE, fcntl.F_RDLCK)"),
+    (SECCOMP, "fcntl.lockf(0, fcntl.LOCK_UN)"),
+    (SECCOMP, "fcntl.flock(0, fcntl.LOCK_UN)"),
+    # What watches others: files, the kernel's log, processes, the system.
+    (SECCOMP, "call(0, 253) if x86 else call(0, 26, 0)"),  # inotify_init
+    (SECCOMP, "call(0, 294 if x86 else 26, 0)"),  # inotify_init1
+    (SECCOMP, "call(0, 254 if x86 else 27, 0, b'.', 1)"),  # inotify_add_watch
+    (SECCOMP, "call(0, 300 if x86 else 262, 0, 0)"),  # fanotify_init
+    (SECCOMP, "call(0, 103 if x86 else 116, 10, None, 0)"),  # syslog
+    (SECCOMP, "call(0, 298 if x86 else 241, None, 0, 0, 0, 0)"),  # perf_event_open
+    (SECCOMP, "call(0, 310 if x86 else 270, os.getppid(), None, 0, None, 0, 0)"),  # its memory
+    (SECCOMP, "call(0, 312 if x86 else 272, os.getppid(), os.getppid(), 0, 0, 0)"),  # kcmp
+    (SECCOMP, "call(0, 434, os.getppid(), 0)"),  # pidfd_open
+    # What root might do, or what has been a way into the kernel.
+    (SECCOMP, "call(0, 169 if x86 else 142, 0, 0, 0, None)"),  # reboot
+    (SECCOMP, "call(0, 170 if x86 else 161, None, 0)"),  # sethostname
+    (SECCOMP, "call(0, 165 if x86 else 40, None, None, None, 0, None)"),  # mount
+    (SECCOMP, "os.setuid(os.getuid())"),
+    (SECCOMP, "os.chroot(folder)"),
+    (SECCOMP, "os.chdir(folder)"),
+    (SECCOMP, "os.unshare(0) if hasattr(os, 'unshare') else call(0, 272 if x86 else 97, 0)"),
+    (SECCOMP, "call(0, 135 if x86 else 92, 0xFFFFFFFF)"),  # personality
+    (SECCOMP, "call(0, 250 if x86 else 219, 0, 0, 0, 0, 0)"),  # keyctl
+    (SECCOMP, "call(0, 321 if x86 else 280, 0, None, 0)"),  # bpf
+    (SECCOMP, "call(0, 323 if x86 else 282, 0)"),  # userfaultfd
+    (SECCOMP, "call(0, 157 if x86 else 167, 15, b'name', 0, 0, 0)"),  # prctl
+    (SECCOMP, "os.memfd_create('a')"),
     (SECCOMP, "open(inside, 'wb')"),
     (SECCOMP, "open(inside, 'r+b')"),
     (SECCOMP, "os.truncate(inside, 0)"),
@@ -241,9 +281,16 @@ BANNED = [
     (LANDLOCK, "open(outside, 'rb')"),
     (LANDLOCK, "os.listdir('/')"),
 ]
-STILL = ["open(inside, 'rb').read()", "os.listdir(folder)", "os.stat(outside)"]
+STILL = [
+    *("open(inside, 'rb').read()", "os.listdir(folder)", "os.stat(outside)", "os.getcwd()"),
+    *("os.isatty(0)", "os.set_inheritable(0, True)", "os.close(os.dup(0))", "os.cpu_count()"),
+    *("time.sleep(0)", "time.localtime()", "select.select([], [], [], 0)", "os.urandom(8)"),
+    *("resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "resource.getrusage(0)"),
+    *("signal.setitimer(signal.ITIMER_PROF, 60)", "len(bytearray(1 << 28))", "os.uname()"),
+    *("signal.signal(signal.SIGTERM, signal.SIG_DFL)", "lacks(1000)"),
+]
 TRY = """
-import ctypes, json, os, platform, resource, socket, struct, subprocess, sys
+import ctypes, errno, fcntl, json, os, platform, resource, select, signal, socket, struct, sys, time
 from localrt.system.confined import confine
 folder, outside, *codes = sys.argv[1:]
 inside, x86 = folder + "/file", platform.machine() == "x86_64"
@@ -251,6 +298,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 def call(fine, number, *arguments):
     found = libc.syscall(number, *arguments)
     if found < 0: raise OSError(ctypes.get_errno(), "refused")
+def lacks(number):  # for which a libc takes an older call
+    assert libc.syscall(number) < 0 and ctypes.get_errno() == errno.ENOSYS
 found = {"": confine([folder])}
 for code in codes:
     try:
@@ -288,6 +337,32 @@ def test_what_is_banned(ban: str, code: str, tried: dict[str, str]) -> None:
     if not any(ban in each for each in tried[""]):
         pytest.skip(f"this machine has no {ban}")
     assert tried[code] == "PermissionError"
+
+
+ONLY_X86 = {
+    *("access", "dup2", "getdents", "lstat", "open", "poll", "readlink", "select", "stat", "time")
+}
+
+
+def names_of(ranges: str, header: str) -> set[str]:
+    """The names of calls in a header of Linux."""
+    path = Path("/usr/include", header)
+    if not path.is_file():
+        pytest.skip(f"needs {path}")
+    lines = re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text(encoding="ascii"))
+    named = {int(number): "newfstatat" if name == "fstatat" else name for name, number in lines}
+    ends = [each.split("-") for each in ranges.split()]
+    return {named.get(n, str(n)) for each in ends for n in range(int(each[0]), int(each[-1]) + 1)}
+
+
+@pytest.mark.parametrize(
+    ("x86", "arm"),
+    [*confined._CALLS, *((str(x86), str(arm or "")) for (x86, arm), *_ in confined._CHECKED)],
+)
+def test_both_processors_are_allowed_the_same(x86: str, arm: str) -> None:
+    """But calls that newer processors never had."""
+    allowed = names_of(x86, "x86_64-linux-gnu/asm/unistd_64.h")
+    assert allowed - ONLY_X86 == names_of(arm, "asm-generic/unistd.h")
 
 
 # On a processor whose calls are not known; everything may be read.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from localrt import History, Settings, split_thinking
 from localrt.common.errors import CancelledError, LocalrtError, OptionError
-from localrt.common.formatting import format_seconds
+from localrt.common.formatting import as_line, format_seconds
 from localrt.common.option_names import spelled
 from localrt.common.progress import NOTE, Progress
 from localrt.history.messages import CallTurn, Decision, Way, call_line
@@ -343,6 +343,9 @@ class PlainChat:
                 self.say(f"Error: {one_line(error)}")
 
     def say(self, text: str) -> None:
+        self._say_text(as_line(spelled(text, in_app)))
+
+    def _say_text(self, text: str) -> None:
         print(clean(spelled(text, in_app)), file=self._out, flush=True)
 
     def _answer(self, turn: Turn, **how: Any) -> None:
@@ -387,7 +390,7 @@ class PlainChat:
             try:
                 line = self._source.readline()
             except KeyboardInterrupt:
-                self.say("\n(Ctrl+D or /quit leaves)")
+                self._say_text("\n(Ctrl+D or /quit leaves)")
                 lines.clear()
                 continue
             except UnicodeDecodeError:
@@ -457,13 +460,13 @@ class PlainChat:
         if entry.run is None:
             getattr(self, f"_do_{entry.name}")(command.argument)
         else:
-            self.say(entry.run(self.state, command.argument))
+            self._say_text(entry.run(self.state, command.argument))
 
     def _do_help(self, argument: str) -> None:
         rows = [(entry.usage, entry.does) for entry in PLAIN_COMMANDS if entry.name != "help"]
         rows.append(("//TEXT", "send text that begins with a slash"))
         width = max(len(usage) for usage, _ in rows) + 2
-        self.say("\n".join(f"{usage:<{width}}{does}" for usage, does in rows))
+        self._say_text("\n".join(f"{usage:<{width}}{does}" for usage, does in rows))
 
     def _do_new(self, argument: str) -> None:
         self._open(self.state.new)
@@ -490,7 +493,7 @@ class PlainChat:
         if conversation.prompt_line:
             self.say(f"{conversation.prompt_line} (/system shows it)")
         if draft := conversation.take_draft():
-            self.say(f"Not sent yet: {draft}")
+            self._say_text(f"Not sent yet: {draft}")
 
     def _do_list(self, search: str) -> None:
         self._last_list = self.state.list(search)[:30]
@@ -550,16 +553,16 @@ class PlainChat:
             branch = f" ({turn.branch} of {turn.branches})" if turn.branches > 1 else ""
             if turn.role == "tool":
                 result = answer_note(turn.state) or beginning(turn.content)
-                self.say(f"{start}Call{branch}: {call_line(turn.info)}\nResult: {result}")
+                self._say_text(f"{start}Call{branch}: {call_line(turn.info)}\nResult: {result}")
             elif turn.content or "tool_calls" not in turn.info:
                 who = "You" if turn.role == "user" else "Model"
-                self.say(f"{start}{who}{branch}: {split_thinking(turn.content).answer}")
+                self._say_text(f"{start}{who}{branch}: {split_thinking(turn.content).answer}")
             self._say_pictures(draft_of(turn))
 
     def _do_thinking(self, argument: str) -> None:
         turns = self.state.conversation.turns
         thoughts = [split_thinking(turn.content).thinking for turn in reversed(turns)]
-        self.say(next(filter(None, thoughts), "There was no thinking."))
+        self._say_text(next(filter(None, thoughts), "There was no thinking."))
 
     def _do_at(self, argument: str) -> None:
         self._at = _picked(argument, self.state.conversation.turns, "/show")

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from localrt.common.errors import LocalrtError
-from localrt.common.formatting import format_count
+from localrt.common.formatting import CONTROL, format_count
 from localrt.common.option_names import flag_value, on_command_line
 from localrt.engine.option_help import OPTION_HELP
 
@@ -29,16 +29,6 @@ def in_app(name: str, value: object) -> str:
     return name if value is None else f"/set {name} {flag_value(value)}"
 
 
-_KEPT = "\n\t"
-_CONTROL = {
-    code: "\N{REPLACEMENT CHARACTER}"
-    for code in (*range(0x20), 0x7F, *range(0x80, 0xA0), 0x202D, 0x202E)  # last: text direction
-    if chr(code) not in _KEPT
-}
-_CONTROL[ord("\r")] = ""
-UNSAFE = dict.fromkeys((*_CONTROL, *map(ord, _KEPT)))  # for str.translate, to delete them
-
-
 # Control keys as tmux and other terminals send them if a program requests extended keys; tmux also
 # sends the line ends of pastes this way. The modifier 5 is Ctrl.
 _EXTENDED = re.compile(r"\x1b\[27;5;(\d{2,3})~|\x1b\[(\d{2,3});5u")
@@ -51,8 +41,8 @@ def pasted(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """The text with every control character but newline and tab made harmless."""
-    return text.translate(_CONTROL)
+    """The text with every control and direction character but newline and tab made harmless."""
+    return CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r", ""))
 
 
 def one_line(error: BaseException) -> str:
@@ -71,7 +61,8 @@ def explained(error: Exception) -> str:
 
 def short_name(model: str) -> str:
     """The last part of a path or hub id, at most 40 characters."""
-    last = clean(model).replace("\\", "/").rstrip("/").rpartition("/")[2] or clean(model)
+    name = clean(model).replace("\\", "/").replace("\n", " ")
+    last = name.rstrip("/").rpartition("/")[2] or name
     return last if len(last) <= 40 else f"{last[:39]}…"
 
 

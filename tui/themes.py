@@ -12,7 +12,7 @@ from textual.color import Color
 from textual.filter import LineFilter
 from textual.theme import Theme
 
-from localrt.tui.text import UNSAFE
+from localrt.common.formatting import CONTROL
 
 FAINT = "$foreground 60%"  # less important text
 
@@ -66,7 +66,7 @@ class WithoutControls(LineFilter):
         return [
             each
             if each.control or each.text.isprintable()
-            else each._replace(text=each.text.translate(UNSAFE))
+            else each._replace(text=CONTROL.sub("", each.text).translate(dict.fromkeys(b"\n\t")))
             for each in segments
         ]
 

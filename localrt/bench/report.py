@@ -19,7 +19,7 @@ from localrt.bench.gpu import busy_line
 from localrt.bench.runner import on_gpu
 from localrt.bench.workload import BenchOptions, Outcome, Result, Skipped
 from localrt.common.extras import install
-from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
+from localrt.common.formatting import format_bytes, format_rate, format_seconds, join_lines, table
 from localrt.common.version import __version__
 from localrt.offload.hardware import GpuFacts, Machine
 from localrt.planning.forecast import meanings
@@ -142,7 +142,8 @@ def to_table(outcome: Outcome, options: BenchOptions, *, name: str, machine: Mac
     """Return the run as a table for people."""
     layout = lay_out(outcome, options, name=name, machine=machine)
     align = ("l" if outcome.varied else "ll").ljust(len(layout.headers), "r")
-    return "\n".join([layout.heading, "", table(layout.rows, layout.headers, align), *layout.notes])
+    rows = table(layout.rows, layout.headers, align).split("\n")
+    return join_lines([layout.heading, "", *rows, *layout.notes])
 
 
 def _heading(outcome: Outcome, options: BenchOptions, name: str, machine: Machine) -> str:

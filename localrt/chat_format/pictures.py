@@ -13,6 +13,7 @@ from typing import Any
 
 from localrt.chat_format.chat_template import PICTURE, MessageTemplate, Segment
 from localrt.common.errors import OptionError, TemplateError
+from localrt.common.files import several
 from localrt.models.vision.picture import picture_bytes
 
 _PROBE = "localrt probe"
@@ -24,7 +25,7 @@ def with_pictures(text: str, images: Sequence[object]) -> str | list[dict[str, o
     Raises:
         OptionError: a picture cannot be read.
     """
-    if not isinstance(images, list | tuple):
+    if not isinstance(images := several(images), list | tuple):
         raise OptionError(f"images must be a list of pictures, is {images!r:.80}")
     if not images:
         return text

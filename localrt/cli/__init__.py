@@ -6,8 +6,10 @@ for another's imports.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -17,8 +19,8 @@ from typing import Any
 
 from localrt import system
 from localrt.cli.help import Examples, HelpfulParser
-from localrt.common.errors import LocalrtError, OptionError, reason_of
-from localrt.common.formatting import printable
+from localrt.cli.output import note, say
+from localrt.common.errors import LocalrtError, OptionError, StorageError, reason_of
 from localrt.common.option_names import on_command_line
 from localrt.common.processes import keep_path_absolute
 from localrt.common.version import __version__
@@ -59,7 +61,7 @@ _USAGE = 2
 # Exit statuses as shells report them for a process that a signal ended.
 _INTERRUPTED = 130
 _NO_COMMAND = (
-    "localrt: say what to do: `localrt chat` opens a chat with a small model, `localrt plan` says "
+    "say what to do: `localrt chat` opens a chat with a small model, `localrt plan` says "
     "what this PC runs well, `localrt --help` lists the commands"
 )
 _BROKEN_PIPE = 141
@@ -130,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(argv: Sequence[str] | None) -> int:
     if not (sys.argv[1:] if argv is None else argv):
-        print(_NO_COMMAND, file=sys.stderr)
+        note(_NO_COMMAND)
         return _USAGE
     try:
         try:
@@ -139,8 +141,11 @@ def _run(argv: Sequence[str] | None) -> int:
         finally:
             sys.stdout.flush()
     except LocalrtError as error:
-        print(printable(f"localrt: {error.told(on_command_line)}"), file=sys.stderr)
+        note(error.told(on_command_line))
         return _USAGE if isinstance(error, OptionError) else 1
+    except MemoryError:
+        note("there is not enough memory: end other programs, or raise the limit on this one")
+        return 1
     except KeyboardInterrupt:
         return _INTERRUPTED
     except OSError as error:
@@ -152,9 +157,19 @@ def _run(argv: Sequence[str] | None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if system.is_broken_pipe(error):
             return _BROKEN_PIPE
-        print(printable(f"localrt: {place}{reason_of(error)}"), file=sys.stderr)
+        note(f"{place}{reason_of(error)}")
+        return 1
+    except Exception:  # noqa: BLE001 - a bug; indented, as its text may be a file's
+        say(*(f"  {line}" for line in traceback.format_exc().splitlines()), file=sys.stderr)
         return 1
     return status
+
+
+class _ClosedOutput(io.TextIOWrapper):
+    """Stands for a stdout that the caller closed."""
+
+    def write(self, text: str) -> int:
+        raise StorageError("stdout is closed: nothing can be printed")
 
 
 @contextmanager
@@ -164,9 +179,12 @@ def _open_streams() -> Iterator[None]:
         for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
             if getattr(sys, name) is None:
                 opened.callback(setattr, sys, name, None)
-                stream = opened.enter_context(Path(os.devnull).open(mode, encoding="utf-8"))
-                setattr(sys, name, stream)
+                stream = opened.enter_context(Path(os.devnull).open(mode + "b"))
+                kind = _ClosedOutput if name == "stdout" else io.TextIOWrapper
+                setattr(sys, name, kind(stream, encoding="utf-8"))
         system.use_utf8_in_pipes()
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")
         yield
 
 

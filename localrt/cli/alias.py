@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from localrt.cli.help import Examples
+from localrt.cli.output import say, say_json, say_lines
 from localrt.common.errors import ModelNotFoundError, OptionError
 from localrt.common.formatting import one_line, table
 from localrt.common.settings import Settings
@@ -78,11 +78,11 @@ def _say(args: argparse.Namespace, line: str | None, settings: Settings) -> int:
     """Print the result of a change, or all names."""
     names = read_aliases(settings)
     if args.json:
-        print(json.dumps({"models": names}))
+        say_json({"models": names})
     elif line is not None:
-        print(line)
+        say(line)
     elif names:
-        print(table(sorted(names.items()), ("NAME", "MODEL")))
+        say_lines(table(sorted(names.items()), ("NAME", "MODEL")))
     else:
-        print("No names of your own yet. Set one: localrt alias NAME MODEL")
+        say("No names of your own yet. Set one: localrt alias NAME MODEL")
     return 0

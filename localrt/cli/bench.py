@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -39,6 +38,7 @@ from localrt.cli.options import (
     add_model_argument,
     number,
 )
+from localrt.cli.output import note, say_result
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import user_path, write_text
 from localrt.common.formatting import parse_size
@@ -151,13 +151,12 @@ def run(args: argparse.Namespace) -> int:
         outcome, machine = _measured(partial(run_bench, options), args, machine)
     if outcome.interrupted and not outcome.results:
         raise KeyboardInterrupt
-    if args.json:
-        print(json.dumps({**facts(machine), "model": name, **to_json(outcome, options)}))
-    else:
-        print(to_table(outcome, options, name=name, machine=machine))
+    record = {**facts(machine), "model": name, **to_json(outcome, options)}
+    text = to_table(outcome, options, name=name, machine=machine)
+    say_result(record, text, as_json=args.json)
     if args.html is not None:
         write_text(args.html, to_html(outcome, options, name=name, machine=machine))
-        _notify(f"wrote {args.html}")
+        note(f"wrote {args.html}")
     if outcome.interrupted:
         raise KeyboardInterrupt
     if not outcome.results:
@@ -205,7 +204,7 @@ def _measured(
     busy = is_busy()
     floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
     machine = replace(machine, memory_read_bytes_s=floor, gpus=hardware.gpus() or machine.gpus)
-    return replace(measure(notify=_notify), busy=busy), machine
+    return replace(measure(notify=note), busy=busy), machine
 
 
 def _models(options: BenchOptions) -> list[Point]:
@@ -251,13 +250,13 @@ def _run_mix(args: argparse.Namespace) -> int | None:
         arguments=shlex.split(args.peer_args or ""),
         key=settings.endpoint_key,
     )
-    outcome = run_mix(mix, servers, runs, _notify)
+    outcome = run_mix(mix, servers, runs, note)
     if outcome.interrupted and not outcome.runs:
         raise KeyboardInterrupt
     report = mix_json(outcome, mix, hardware.probe())
     if args.out is not None:  # first: whoever reads what is printed may stop
         write_text(args.out, json.dumps(report) + "\n")
-    print(json.dumps(report) if args.json else mix_table(report))
+    say_result(report, mix_table(report), as_json=args.json)
     if outcome.interrupted:
         raise KeyboardInterrupt
     return 0 if outcome.runs else 1
@@ -304,8 +303,3 @@ def _resolved(model: str) -> tuple[str, Path]:
     open_checkpoint(found.path).close()  # what no engine can read is told once
     # File names only: results may be shared.
     return (found.path.name if Path(found.name).exists() else found.name), found.path
-
-
-def _notify(line: str) -> None:
-    """Print a line about the progress."""
-    print(f"localrt: {line}", file=sys.stderr, flush=True)

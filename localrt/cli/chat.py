@@ -25,6 +25,7 @@ from localrt.cli.options import (
     load_options,
     sampling_options,
 )
+from localrt.cli.output import note
 from localrt.cli.run import answer, prompt_of
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.formatting import format_bytes
@@ -126,8 +127,8 @@ def last_model() -> str | None:
     another goes on.
     """
     with suppress(LocalrtError), History() as history:
-        for note in history.notes:  # of a damaged file, which the app does not meet any more
-            print(f"localrt: {note}", file=sys.stderr)
+        for line in history.notes:  # of a damaged file, which the app does not meet any more
+            note(line)
         for last in history.list(limit=1):
             settings = Settings.from_environment()
             resolve(last.model, settings=settings, offline=True, download=False)

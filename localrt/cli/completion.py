@@ -6,12 +6,14 @@ It is generated from the argument parser, so that it is always up to date.
 from __future__ import annotations
 
 import argparse
+import re
 from contextlib import suppress
 
 import shtab
 
 from localrt.cli import build_parser
 from localrt.cli.help import Examples, HelpfulParser
+from localrt.cli.output import say_lines
 from localrt.client.programs import PROGRAMS
 from localrt.common.errors import LocalrtError
 from localrt.common.settings import Settings
@@ -23,6 +25,7 @@ EXAMPLES: Examples = (("source <(localrt completion bash)", "for this shell only
 
 SHELLS = ("bash", "zsh", "fish")
 
+_HARMLESS = re.compile(r"[\w./:@+-]+")  # names of files that zsh and fish take for no command
 _EPILOG = """\
 To install:
   bash  localrt completion bash > ~/.local/share/bash-completion/completions/localrt
@@ -41,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the script for ``args.shell``."""
     parser = build_parser(complete=True)
     _add_names(parser)
-    print(shtab.complete(parser, args.shell))
+    say_lines(shtab.complete(parser, args.shell))
     return 0
 
 
@@ -49,7 +52,8 @@ def _add_names(parser: HelpfulParser) -> None:
     """Let arguments complete the models known or here today, the programs and the formats."""
     here: list[str] = []
     with suppress(LocalrtError):
-        here = [model.name for model in list_models(Settings.from_environment())]
+        found = [model.name for model in list_models(Settings.from_environment())]
+        here = [name for name in found if _HARMLESS.fullmatch(name)]
     models = [*dict.fromkeys((DEMO_NAME, *(known.name for known in KNOWN_MODELS), *here))]
     names = {
         "MODEL": models,

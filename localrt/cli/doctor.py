@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import getpass
-import json
 import os
 import platform
 import re
@@ -25,10 +24,11 @@ from typing import Any
 
 from localrt import system
 from localrt.cli.help import Examples
+from localrt.cli.output import say, say_result
 from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.extras import install, install_for_gpu
 from localrt.common.files import read_text, write_text
-from localrt.common.formatting import format_bytes, table
+from localrt.common.formatting import format_bytes, indented
 from localrt.common.option_names import option
 from localrt.common.processes import is_packaged
 from localrt.common.settings import CRASH_REPORT, Settings
@@ -148,9 +148,9 @@ def run(args: argparse.Namespace) -> int:
     """Print or write the report; always return 0, as missing parts are not a failure."""
     report = _examine(quick=args.quick)
     if args.report is not None:
-        print(write_report(args.report, _lines(shareable(report))))
+        say(write_report(args.report, _lines(shareable(report))))
     else:
-        print(json.dumps(report) if args.json else "\n".join(_lines(report)))
+        say_result(report, "\n".join(_lines(report)), as_json=args.json)
     return 0
 
 
@@ -301,9 +301,9 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     if report["gpu"]:
         rows += _gpu_rows(report["gpu"])
     rows.append(["kernels", report["kernels"] or "none: see below"])
-    yield _aligned(rows)
+    yield from indented(rows)
     yield "\nPackages, by the extra that installs them (in a checkout: scripts/setup EXTRA)"
-    yield _aligned(
+    yield from indented(
         [
             [p["extra"], p["name"], p["version"] or "not installed", p["use"]]
             for p in report["packages"]
@@ -311,17 +311,12 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     )
     yield "\nFolders"
     folders = [[f["what"], f["path"], _folder_text(f)] for f in report["folders"]]
-    yield _aligned([*folders, ["demo model", report["demo_model"] or "not here"]])
+    yield from indented([*folders, ["demo model", report["demo_model"] or "not here"]])
     if report["advice"]:
         yield "\nTo do"
         yield from (f"  {line}" for line in report["advice"])
     if report["quick"]:
         yield "\nWithout --quick, memory, disk and GPU are measured too."
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    body = table(rows, [""] * len(rows[0])).split("\n", 1)[1]
-    return "\n".join(f"  {line}" for line in body.splitlines())
 
 
 def _threads_text(cores: dict[str, int]) -> str:

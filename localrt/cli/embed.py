@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from localrt.cli.help import Examples
 from localrt.cli.loading import load_model
 from localrt.cli.options import BARE_MODEL_HELP, add_load_arguments
+from localrt.cli.output import say_json
 from localrt.cli.run_batch import read_stdin
 
 EXAMPLES: Examples = (
@@ -27,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
     """Print a list of numbers for each text, at length 1."""
     with load_model(args) as model:
         for vector in model.embed(args.texts or read_stdin().splitlines()):
-            print(json.dumps(vector.tolist()))
+            say_json(vector.tolist())
     return 0

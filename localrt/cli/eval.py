@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,8 +15,9 @@ from localrt.cli.options import (
     add_model_argument,
     load_options,
 )
+from localrt.cli.output import say_result
 from localrt.common.files import read_text
-from localrt.common.formatting import format_rate
+from localrt.common.formatting import format_rate, join_lines
 from localrt.evaluate import Evaluation, evaluate
 from localrt.quant.ops.kv_formats import KV_FORMATS
 
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
             against=against,
             progress=lambda step: line.show(f"window {step.done} of {step.total}"),
         )
-    print(json.dumps(found.to_dict()) if args.json else _describe(found))
+    say_result(found.to_dict(), _describe(found), as_json=args.json)
     return 0
 
 
@@ -114,4 +114,4 @@ def _describe(found: Evaluation) -> str:
             f"KL divergence  {other.kl_divergence:.5f} ± {other.kl_divergence_error:.5f}",
             f"same top token {100 * other.top1_agreement:.2f} %",
         ]
-    return "\n".join(lines)
+    return join_lines(lines)

@@ -16,8 +16,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, NoReturn, TextIO
 
+from localrt.cli.output import say, say_lines
 from localrt.common.closing import Closing
-from localrt.common.formatting import format_bytes, format_count, format_seconds
+from localrt.common.formatting import as_line, format_bytes, format_count, format_seconds
 from localrt.common.option_names import meant_by, on_command_line, spelled
 from localrt.common.progress import NOTE, Progress
 
@@ -53,7 +54,7 @@ class HelpfulParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, in the form of all other errors; exit."""
         self.print_usage(sys.stderr)
-        said = message.removeprefix("argument ").replace(": must be ", " must be ", 1)
+        said = as_line(message).removeprefix("argument ").replace(": must be ", " must be ", 1)
         self.exit(2, f"localrt: {said}\n")
 
     def unknown(self, words: Sequence[str]) -> str:
@@ -67,7 +68,7 @@ class HelpfulParser(argparse.ArgumentParser):
         return f"{said} (`{self.prog} --help` lists the options)"
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        print(message, end="", file=file or sys.stderr)  # argparse's hides that the disk is full
+        say_lines(message, end="", file=file or sys.stderr)  # argparse's hides full disks
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         if action.choices is None or value in action.choices:
@@ -175,7 +176,7 @@ class StatusLine(Closing):
     def show(self, text: str) -> None:
         """Replace the line."""
         if self.live:
-            self.stream.write(f"\r\x1b[K{text}")
+            self.stream.write(f"\r\x1b[K{as_line(text)}")
             self.stream.flush()
 
     def close(self) -> None:
@@ -205,7 +206,7 @@ class ProgressLine(StatusLine):
         if progress.stage == NOTE:
             self.show("")
             line = spelled(progress.detail, on_command_line)
-            print(f"localrt: {line}", file=self.stream, flush=True)
+            say(f"localrt: {line}", file=self.stream)
             return
         now = time.monotonic()
         if progress.stage != self._stage:
@@ -219,14 +220,14 @@ class ProgressLine(StatusLine):
         share = progress.done / progress.total if progress.total else self._due_share
         if not self.live and now >= self._due and share >= self._due_share:
             self._due, self._due_share = now + _PRINT_SECONDS, share + _PRINT_SHARE
-            print(f"localrt: {text}", file=self.stream, flush=True)
+            say(f"localrt: {text}", file=self.stream)
 
     def close(self) -> None:
         """Leave a clean line; without a terminal, say what was downloaded."""
         super().close()
         if not self.live and self.downloaded:
             size, time_ = format_bytes(self.downloaded), format_seconds(self._download_s)
-            print(f"downloaded {size} in {time_}", file=self.stream)
+            say(f"downloaded {size} in {time_}", file=self.stream)
 
 
 def describe(progress: Progress, first: int, elapsed_s: float) -> str:

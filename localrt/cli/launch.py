@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -26,13 +25,14 @@ from localrt import system
 from localrt.cli.help import Examples
 from localrt.cli.loading import served_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags
+from localrt.cli.output import note, say, say_lines, say_result
 from localrt.client.answer import ListedModel
 from localrt.client.model import load_at, models_of
 from localrt.client.programs import PROGRAMS, ClientProgram, Start, find_program, start_of
 from localrt.client.servers import LocalServer, local_servers
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError
 from localrt.common.files import write_text
-from localrt.common.formatting import table
+from localrt.common.formatting import as_line, table
 from localrt.common.processes import localrt_command, program_path
 from localrt.common.settings import Settings
 from localrt.hub import list_models, resolve
@@ -93,18 +93,22 @@ def run(args: argparse.Namespace) -> int:
         return made
 
     if args.print:
-        print(f"# {model.name}: {why}")
+        if model.name != as_line(model.name):
+            raise LocalrtError(
+                f"{model.name} has characters in its name that a shell must not be given: rename it"
+            )
+        say(f"# {model.name}: {why}")
         if server is None or model.state != "loaded":
             model = replace(model, ctx=_fitting(model, settings))
         if server is None:
             port = program.port or 8080
-            print(system.join(["localrt", *serve, "--port", str(port)]), "&")
+            say(f"{system.join(['localrt', *serve, '--port', str(port)])} &")
             server = LocalServer(f"http://127.0.0.1:{port}/v1", 0, settings.serve_key)
             model = replace(model, name=client_name(model.name))
         folder = str(settings.data_dir / "launch" / program.name)  # private, unlike /tmp
-        print(start(server, folder, server.key and "KEY").shell())
+        say_lines(start(server, folder, server.key and "KEY").shell())
         return 0
-    _say(f"{model.name}: {why}")
+    note(f"{model.name}: {why}")
     with ExitStack() as stack:
         if server is None:
             server = stack.enter_context(_started(serve, program.port, settings))
@@ -114,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         least = program.tokens + _ROOM
         if 0 < model.ctx < least:
             has = f"{model.name} has a context of {model.ctx:,} tokens"
-            _say(f"{has}, {program.title} needs {least:,}: give --ctx {least}, or another --model")
+            note(f"{has}, {program.title} needs {least:,}: give --ctx {least}, or another --model")
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="localrt-"))
         made = start(server, folder, server.key)
         if made.file is not None:
@@ -124,18 +128,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _list(as_json: bool) -> int:
     rows = [(each, program_path(each.command)) for each in PROGRAMS]
-    if as_json:
-        names = ("name", "title", "install")
-        found = [{n: getattr(each, n) for n in names} | {"path": path} for each, path in rows]
-        print(json.dumps({"programs": found}))
-    else:
-        shown = [(p.name, p.title, path or f"not installed: {p.install}") for p, path in rows]
-        print(table(shown, ("NAME", "PROGRAM", "WHERE"), ""))
+    names = ("name", "title", "install")
+    found = [{n: getattr(each, n) for n in names} | {"path": path} for each, path in rows]
+    shown = [(p.name, p.title, path or f"not installed: {p.install}") for p, path in rows]
+    text = table(shown, ("NAME", "PROGRAM", "WHERE"), "")
+    say_result({"programs": found}, text, as_json=as_json)
     return 0
-
-
-def _say(text: str) -> None:
-    print(f"localrt: {text}", file=sys.stderr, flush=True)
 
 
 # -- which model -----------------------------------------------------------------------------------

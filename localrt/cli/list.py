@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 
 from localrt.cli.help import Examples
+from localrt.cli.output import say, say_json, say_lines
 from localrt.common.errors import ModelNotFoundError
 from localrt.common.files import user_path
 from localrt.common.formatting import format_bytes, table
@@ -42,19 +42,19 @@ def run(args: argparse.Namespace) -> int:
         forgotten = [forget_use(name, settings) for name in names]
         if not any(forgotten):
             raise ModelNotFoundError(f"{args.forget} is no path that was used: see localrt list")
-        print(f"{args.forget} is left out of the list")
+        say(f"{args.forget} is left out of the list")
         return 0
     words = [word.lower() for word in args.words]
     models = [model for model in list_models(settings) if _has(model, words)]
     if args.json:
-        print(json.dumps({"models": [_record(model) for model in models]}))
+        say_json({"models": [asdict(model) for model in models]})
     elif models:
         rows = [_row(model) for model in models]
-        print(table(rows, ("NAME", "SIZE", "FORMAT", "WHERE"), "lr"))
+        say_lines(table(rows, ("NAME", "SIZE", "FORMAT", "WHERE"), "lr"))
     elif words:
-        print(f"No models with {' and '.join(words)} in their names")
+        say(f"No models with {' and '.join(words)} in their names")
     else:
-        print(f"No models yet. Get one: localrt pull {DEMO_NAME}  (or localrt pull llama3.2)")
+        say(f"No models yet. Get one: localrt pull {DEMO_NAME}  (or localrt pull llama3.2)")
     return 0
 
 
@@ -69,9 +69,3 @@ def _row(model: LocalModel) -> tuple[str, ...]:
     if model.packed:
         where += f", packed copy of {format_bytes(model.packed_bytes)}"
     return name, format_bytes(model.bytes), model.quantization or model.kind, where
-
-
-def _record(model: LocalModel) -> dict[str, object]:
-    packed = [str(path) for path in model.packed]
-    encoder = None if model.projector is None else str(model.projector)
-    return {**asdict(model), "path": str(model.path), "packed": packed, "projector": encoder}

@@ -6,7 +6,6 @@ The library is imported with the first model, and the remote client with the fir
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +15,8 @@ import localrt
 from localrt.chat import ChatModel
 from localrt.cli.help import ProgressLine
 from localrt.cli.options import load_options
+from localrt.cli.output import note
 from localrt.common.errors import LocalrtError, OptionError
-from localrt.common.formatting import printable
 from localrt.common.option_names import on_command_line, option, spelled
 from localrt.common.progress import ProgressCallback, note_to
 from localrt.common.settings import Settings
@@ -85,8 +84,8 @@ def cut_base(limit: int) -> str:
 
 
 def _print_notes(model: ChatModel) -> None:
-    for note in model.info.notes:
-        print(printable(f"localrt: {spelled(note, on_command_line)}"), file=sys.stderr)
+    for line in model.info.notes:
+        note(spelled(line, on_command_line))
 
 
 def resolve_model(

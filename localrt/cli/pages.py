@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from localrt.cli.help import Examples
+from localrt.cli.output import say_lines
 from localrt.common.errors import OptionError
 from localrt.common.formatting import table
 
@@ -36,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     pages = pages_here()
     if args.page is None:
         titles = [(name, _read(path).partition("\n")[0].lstrip("# ")) for name, path in pages]
-        print(table(titles, ("PAGE", "ABOUT"), ""))
+        say_lines(table(titles, ("PAGE", "ABOUT"), ""))
         return 0
     name = args.page.lower().removesuffix(".md")
     if name in COMMANDS:
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         raise OptionError(f"there is no page {args.page!r:.80}: `localrt help` lists them")
     text = _COMMENT.sub("", _LINK.sub(r"\1 (`localrt help \2`)", _read(path)))
     if not sys.stdout.isatty():
-        print(text, end="")
+        say_lines(text, end="")
         return 0
     from rich.console import Console  # slow to import
     from rich.markdown import Markdown

@@ -8,13 +8,13 @@ well.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import TYPE_CHECKING
 
 from localrt import system
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
+from localrt.cli.output import say_result
 from localrt.common.errors import MemoryBudgetError, OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
@@ -115,18 +115,16 @@ def run(args: argparse.Namespace) -> int:
     options = flag_values(args, (*_PLAN, *_HARDWARE, *HUB_FLAGS))
     found = plan(args.model, **options)
     pair = None if args.draft is None else _plan_draft(args, found)
-    if args.json:
-        print(json.dumps(_report(found, pair)))
-    else:
-        print(found.details if args.details else found.report)
-        if pair is not None:
-            print("\n" + pair.report())
+    text = found.details if args.details else found.report
+    if pair is not None:
+        text += f"\n\n{pair.report()}"
+    say_result(_report(found, pair), text, as_json=args.json)
     return 0
 
 
 def _run_without_model(args: argparse.Namespace) -> int:
     found = what_runs(Hardware(**flag_values(args, _MACHINE)), Settings.from_environment())
-    print(json.dumps(found.to_dict()) if args.json else found.report())
+    say_result(found.to_dict(), found.report(), as_json=args.json)
     return 0
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 
 from localrt.cli.help import Examples
+from localrt.cli.output import say, say_json, say_lines
 from localrt.client.answer import ListedModel
 from localrt.client.servers import local_servers
 from localrt.common.errors import LocalrtError
@@ -35,18 +35,18 @@ def run(args: argparse.Namespace) -> int:
         found += [(server.url, model) for model in listed if model.state != "unloaded"]
     if args.json:
         models = [{**asdict(model), "server": url} for url, model in found]
-        print(json.dumps({"servers": [s.url for s in servers], "models": models}))
+        say_json({"servers": [s.url for s in servers], "models": models})
     elif not servers:
-        print("No server is running. Start one: localrt serve")
+        say("No server is running. Start one: localrt serve")
     elif not found:
-        print(f"No model is loaded. {servers[0].url} loads one when it is asked for")
+        say(f"No model is loaded. {servers[0].url} loads one when it is asked for")
     else:
         rows = [
             (m.name, m.state, format_bytes(m.ram), str(m.ctx or "-"), _until(m.unload_s), url)
             for url, m in found
         ]
         head = ("MODEL", "STATE", "MEMORY", "CONTEXT", "UNLOADED IN", "SERVER")
-        print(table(rows, head, "llrrl"))
+        say_lines(table(rows, head, "llrrl"))
     return 0
 
 

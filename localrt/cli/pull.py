@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from localrt.cli.help import Examples, ProgressLine
+from localrt.cli.output import say, say_json
 from localrt.common.errors import LocalrtError, ModelNotFoundError
 from localrt.common.formatting import format_bytes
 from localrt.library import find_draft, pull
@@ -64,17 +64,17 @@ def run(args: argparse.Namespace) -> int:
             "downloaded_bytes": line.downloaded,
             "draft": draft and {"name": draft.name, "here": draft.here or head is not None},
         }
-        print(json.dumps(result))
+        say_json(result)
     else:
         done = "is here" if line.downloaded else "is up to date"
         done = "is yours, there is nothing to download" if found.source == "local" else done
-        print(f"{found.name} {done}: {found.path}")
+        say(f"{found.name} {done}: {found.path}")
         for encoder in encoders:
-            print(f"{encoder.name}, {format_bytes(encoder.stat().st_size)}, lets it see pictures")
+            say(f"{encoder.name}, {format_bytes(encoder.stat().st_size)}, lets it see pictures")
         if head is not None:
-            print(f"{head.name} drafts for it: {head.path}")
+            say(f"{head.name} drafts for it: {head.path}")
         elif draft is not None:
-            print(draft.line)
+            say(draft.line)
     return 0
 
 

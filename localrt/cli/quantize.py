@@ -6,16 +6,16 @@ Running the same command again continues an interrupted run.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+from localrt import system
 from localrt.cli.help import Examples, ProgressLine
 from localrt.cli.loading import resolve_model
 from localrt.cli.options import BARE_MODEL_HELP, Flag, add_flags, add_hub_arguments
+from localrt.cli.output import note, say, say_json
 from localrt.common.errors import OptionError, TokenizerError
 from localrt.common.formatting import format_bytes, format_seconds
 from localrt.common.settings import Settings
@@ -122,18 +122,19 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.monotonic() - started
     if args.json:
         record = {"model": model.name, **report.to_dict(), "seconds": seconds, "notes": notes}
-        print(json.dumps(record))
+        say_json(record)
         return 0
-    for note in notes:
-        print(f"localrt: {note}", file=sys.stderr)
-    print(
-        f"{model.name} in {report.format} ({report.method}): {report.path}\n"
+    for each in notes:
+        note(each)
+    say(
+        f"{model.name} in {report.format} ({report.method}): {report.path}",
         f"{format_bytes(report.nbytes)}, {report.layer_bits_per_weight:.2f} bits per weight in the "
-        f"layers, {report.bits_per_weight:.2f} in all, after {format_seconds(seconds)}"
+        f"layers, {report.bits_per_weight:.2f} in all, after {format_seconds(seconds)}",
     )
     if report.vision_bytes:
-        print(f"vision tower: {format_bytes(report.vision_bytes)}, as published")
-    print(f"how close it is: localrt eval {out} --text BOOK.txt --against {model.name}")
+        say(f"vision tower: {format_bytes(report.vision_bytes)}, as published")
+    again = ["localrt", "eval", str(out), "--text", "BOOK.txt", "--against", model.name]
+    say(f"how close it is: {system.join(again)}")
     return 0
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 
 from localrt.cli.help import Examples
+from localrt.cli.output import note, say, say_json
 from localrt.common.formatting import format_bytes
 from localrt.common.settings import Settings
 from localrt.hub import remove_model
@@ -38,22 +38,22 @@ def run(args: argparse.Namespace) -> int:
     removals = [plan_removal(name, settings, packed_only=args.packed) for name in names]
     if not args.yes:
         if not sys.stdin.isatty():
-            print("localrt: rm asks before it deletes: pass --yes", file=sys.stderr)
+            note("rm asks before it deletes: pass --yes")
             return 2
-        print("\n".join(map(_described, removals)), file=sys.stderr)
-        print("Delete? [y/N] ", end="", file=sys.stderr, flush=True)
+        say(*map(_described, removals), file=sys.stderr)
+        say("Delete? [y/N] ", end="", file=sys.stderr)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            print("Nothing was deleted.", file=sys.stderr)
+            say("Nothing was deleted.", file=sys.stderr)
             return 1
     freed = {}
     for name in names:
         freed[name] = remove_model(name, settings, packed_only=args.packed)
         if not args.json:
             what = f"the packed copy of {name}" if args.packed else name
-            print(f"Deleted {what}: {format_bytes(freed[name])} freed")
+            say(f"Deleted {what}: {format_bytes(freed[name])} freed")
     if args.json:
         removed = [{"name": name, "bytes": count} for name, count in freed.items()]
-        print(json.dumps({"removed": removed, "freed_bytes": sum(freed.values())}))
+        say_json({"removed": removed, "freed_bytes": sum(freed.values())})
     return 0
 
 

@@ -28,6 +28,7 @@ from localrt.cli.options import (
     constraint_options,
     sampling_options,
 )
+from localrt.cli.output import note, say, say_answer, say_json
 from localrt.cli.run_batch import read_stdin, run_batch
 from localrt.common.errors import LocalrtError, ModelNotFoundError, OptionError, reason_of
 from localrt.common.files import (
@@ -38,7 +39,7 @@ from localrt.common.files import (
     user_path,
     write_text,
 )
-from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line, printable
+from localrt.common.formatting import format_bytes, format_rate, format_seconds, one_line
 from localrt.common.progress import NOTE, Progress
 from localrt.common.settings import Settings
 from localrt.engine.stopping import Repetition
@@ -196,8 +197,8 @@ def answer(
                 except KeyboardInterrupt:
                     line(Progress(NOTE, 0, None, "", "stopped while files were read"))
                     raise
-            for note in chat.file_notes:
-                print(f"localrt: {note}", file=sys.stderr)
+            for each in chat.file_notes:
+                note(each)
             return _print(args, chatting.name, stream, limit)
         finally:
             if remember is not None and chat.messages:
@@ -208,9 +209,6 @@ def answer(
 
 
 def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: int) -> int:
-    out = sys.stdout
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")
     parts: list[str] = []
     last: Chunk | None = None
     repetition, repeats = Repetition(), False
@@ -218,8 +216,7 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: 
         for last in stream:
             parts.append(last.text)
             if not args.json:
-                out.write(printable(last.text) if out.isatty() else last.text)
-                out.flush()
+                say_answer(last.text)
             if repeats := bool(limit) and repetition.push(last.text):
                 break
     finally:
@@ -228,8 +225,7 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: 
         if close is not None:
             close()
         if not args.json and parts:
-            out.write("\n")
-            out.flush()
+            say_answer("\n")
     assert last is not None, "a stream ends with a chunk that has a finish reason"
     if args.json:
         record = {
@@ -238,17 +234,17 @@ def _print(args: argparse.Namespace, name: str, stream: Iterator[Chunk], limit: 
             "finish_reason": "stop" if repeats else last.finish_reason,
             "metrics": last.metrics.to_dict(),
         }
-        print(json.dumps(record, ensure_ascii=False))
+        say_json(record, readable=True)
     if repeats:
-        print(f"localrt: {REPEATED}", file=sys.stderr)
+        note(REPEATED)
     elif last.finish_reason == "length" and last.metrics.completion_tokens == limit:
-        print(f"localrt: {cut_base(limit)}", file=sys.stderr)
+        note(cut_base(limit))
     if args.stats:
-        print(_stats(last.metrics), file=sys.stderr)
+        say(*_stats(last.metrics), file=sys.stderr)
     return 0
 
 
-def _stats(m: Metrics) -> str:
+def _stats(m: Metrics) -> list[str]:
     cached = f", {m.cached_tokens} reused" if m.cached_tokens else ""
     thought = f" ({m.thinking_tokens} of thinking)" if m.thinking_tokens else ""
     lines = [
@@ -268,7 +264,7 @@ def _stats(m: Metrics) -> str:
         lines.append(m.speculation + shares)
     if m.exactness == "approximate":
         lines.append(APPROXIMATE)
-    return "\n".join(lines)
+    return lines
 
 
 def prompt_of(args: argparse.Namespace, command: str) -> str:
@@ -329,4 +325,4 @@ def _remember(chat: ChatSession, path: Path, model: str | None) -> None:
             write_text(path, json.dumps(record, ensure_ascii=False), private=True)
     except OSError as error:  # StorageError is one
         why = reason_of(error)
-        print(f"localrt: this answer cannot be continued later (-c): {why}", file=sys.stderr)
+        note(f"this answer cannot be continued later (-c): {why}")

@@ -9,7 +9,6 @@ the others are answered, and the exit status is 1.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import localrt
 from localrt.cli.help import StatusLine
 from localrt.cli.loading import cut_base, limit_base, load_model
 from localrt.cli.options import constraint_options, sampling_options
+from localrt.cli.output import note, say, say_answer, say_json
 from localrt.common.errors import OptionError
 from localrt.common.files import decoded, parse_json, read_stream, read_text, text_lines
 from localrt.common.formatting import format_rate, format_seconds
@@ -143,14 +143,11 @@ def _with_system(prompt: BatchPrompt, system: str) -> BatchPrompt:
 
 
 def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[BatchPrompt]) -> int:
-    out = sys.stdout
-    if hasattr(out, "reconfigure"):
-        out.reconfigure(errors="replace")
     started, failed, tokens, cut = time.perf_counter(), 0, 0, 0
     options = {**sampling_options(args), **constraint_options(args)}
     limit = limit_base(model, options, raw=args.raw)
     # Where answers appear as they come, a line between them would only flicker.
-    line = StatusLine(live=sys.stderr.isatty() and not out.isatty())
+    line = StatusLine(live=sys.stderr.isatty() and not sys.stdout.isatty())
     stream = model.stream_batch(
         [prompt.prompt for prompt in prompts],
         raw=args.raw,
@@ -162,15 +159,11 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
     for prompt, answer in zip(prompts, _in_order(stream), strict=True):
         line.close()
         if args.json:
-            print(json.dumps(_record(prompt, answer), ensure_ascii=False), file=out)
+            say_json(_record(prompt, answer), readable=True)
         elif answer.error is not None:
-            print(
-                f"localrt: line {prompt.line}: {answer.error.told(on_command_line)}",
-                file=sys.stderr,
-            )
+            note(f"line {prompt.line}: {answer.error.told(on_command_line)}")
         else:
-            print(f"==> {prompt.line} <==\n{answer.text}\n", file=out)
-        out.flush()
+            say_answer(f"==> {prompt.line} <==\n{answer.text}\n\n")
         if answer.error is not None:
             failed += 1
         else:
@@ -181,14 +174,14 @@ def _print(args: argparse.Namespace, model: localrt.Model, prompts: Sequence[Bat
         seconds = time.perf_counter() - started
         rate = format_rate(tokens / seconds if seconds > 0 else None)
         answers = f"{len(prompts) - failed} of {len(prompts)} prompts answered"
-        print(
+        say(
             f"{answers}, {tokens} tokens in {format_seconds(seconds)}, {rate} tok/s",
             file=sys.stderr,
         )
     if cut:
-        print(f"localrt: {cut} of {len(prompts)} answers {cut_base(limit)}", file=sys.stderr)
+        note(f"{cut} of {len(prompts)} answers {cut_base(limit)}")
     if failed:
-        print(f"localrt: {failed} of {len(prompts)} prompts failed", file=sys.stderr)
+        note(f"{failed} of {len(prompts)} prompts failed")
     return 1 if failed else 0
 
 

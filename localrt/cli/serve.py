@@ -33,6 +33,7 @@ from localrt.cli.options import (
     load_options,
     sampling_options,
 )
+from localrt.cli.output import note, say, say_json
 from localrt.client.servers import LocalServer, announced
 from localrt.common.errors import OptionError
 from localrt.common.files import parse_json, write_text
@@ -133,10 +134,8 @@ def run(args: argparse.Namespace) -> int:
     with closing(open_socket(options)) as bound:
         _prepare_companion(args)
         if not is_loopback(options.host) and options.api_key is None:
-            print(
-                f"localrt: anyone who can reach {options.host} may use the models: "
-                f"set a key in ${SERVE_KEY}",
-                file=sys.stderr,
+            note(
+                f"anyone who can reach {options.host} may use the models: set a key in ${SERVE_KEY}"
             )
         if args.model is None:
             _serve(args, options, bound, _pool(args, options, defaults), None)
@@ -176,16 +175,16 @@ def _serve(
                 stack.callback(_remove_ready_file, file, os.getpid())
                 write_text(file, json.dumps(told))
             if args.json or args.parent is not None or not args.port:
-                _print_json(**told)
+                say_json(told)
             if not args.json and args.parent is None:
                 count = f"{len(names)} model{'s' * (len(names) != 1)} of this machine"
                 shown = names[0] if paths else count
                 line = f"{shown} at {url}/v1, the chat page at {url}/ (Ctrl+C stops)"
-                print(line, file=sys.stderr, flush=True)
+                say(line, file=sys.stderr)
 
         log = None if args.quiet else _log_json if args.json else _log
-        note = partial(_say, args)
-        serve(models, options, bound=bound, log=log, note=note, on_ready=ready)
+        tell = partial(_say, args)
+        serve(models, options, bound=bound, log=log, note=tell, on_ready=ready)
 
 
 def _prepare_companion(args: argparse.Namespace) -> None:
@@ -309,20 +308,16 @@ def _log(line: LogLine) -> None:
         return  # a page looks for news every few seconds
     now = time.strftime("%H:%M:%S")
     text = f"{now} {line.client} {line.method} {line.path} {line.status} {line.seconds:.2f} s"
-    print(text, file=sys.stderr, flush=True)
+    say(text, file=sys.stderr)
 
 
 def _log_json(line: LogLine) -> None:
     record = {**asdict(line), "seconds": round(line.seconds, 4)}
-    _print_json(event="request", time=round(time.time(), 3), **record)
+    say_json({"event": "request", "time": round(time.time(), 3), **record})
 
 
 def _say(args: argparse.Namespace, text: str, *, event: str = "note") -> None:
     if args.json:
-        _print_json(event=event, time=round(time.time(), 3), text=text)
+        say_json({"event": event, "time": round(time.time(), 3), "text": text})
     elif not args.quiet:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
-
-
-def _print_json(**record: object) -> None:
-    print(json.dumps(record), flush=True)
+        say(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr)

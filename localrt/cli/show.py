@@ -6,7 +6,6 @@ It reads the headers of the model's files, no weights.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
@@ -16,8 +15,9 @@ from pathlib import Path
 from localrt.chat_format.chat_template import load_template
 from localrt.chat_format.template_syntax import TemplateSyntax
 from localrt.cli.help import Examples, ProgressLine
+from localrt.cli.output import say_result
 from localrt.common.errors import LocalrtError, ModelNotFoundError
-from localrt.common.formatting import format_bytes, format_count, one_line
+from localrt.common.formatting import format_bytes, format_count, join_lines, one_line
 from localrt.common.progress import note_to
 from localrt.common.settings import Settings
 from localrt.drafts.discovery import DraftOffer, head_to_pull, own_draft
@@ -82,13 +82,6 @@ class ModelDescription:
     picture_bytes: int = 0
     checked: str = ""
 
-    def to_dict(self) -> dict[str, object]:
-        """The fields, as JSON has them."""
-        paths = {"path": str(self.path), "adapters": [str(each) for each in self.adapters]}
-        packed = [str(each) for each in self.packed]
-        lists = {"abilities": list(self.abilities), "notes": list(self.notes)}
-        return {**asdict(self), **paths, "packed": packed, **lists}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
@@ -113,18 +106,15 @@ def run(args: argparse.Namespace) -> int:
         return _print(args, _offer_record(name, variants), _offer_lines(args.model, variants))
     listed = next((m for m in list_models(settings) if m.name == found.listed_name), None)
     model = describe_model(found, listed, own_draft(found.path, settings))
-    return _print(args, model.to_dict(), _lines(model))
+    return _print(args, asdict(model), _lines(model))
 
 
 def _print(
     args: argparse.Namespace, record: dict[str, object], lines: list[tuple[str, str]]
 ) -> int:
-    if args.json:
-        print(json.dumps(record))
-        return 0
     width = max(len(label) for label, _ in lines)
-    for label, text in lines:
-        print(f"{label.ljust(width)}  {text}")
+    text = join_lines(f"{label.ljust(width)}  {text}" for label, text in lines)
+    say_result(record, text, as_json=args.json)
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import glob
+import io
 import json
 import os
 import shutil
@@ -38,6 +39,7 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
 _STALE_S = 86_400.0  # a writer that pauses longer has been killed
 _POLL_S = 0.02
+_PIECE = 1 << 20  # bytes
 _NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
 
 
@@ -183,6 +185,11 @@ def user_path(path: str | Path) -> Path:
     return Path(os.path.expanduser(path))  # noqa: PTH111  Path's own fails on "~nobody"
 
 
+def several(given: Any) -> Any:
+    """What a caller gave as paths or pictures; a single one is not taken for its characters."""
+    return [given] if isinstance(given, str | bytes | Path) else given
+
+
 def is_there(path: str | Path) -> bool:
     """Whether a path that a user may have meant (see ``user_path``) leads to a file or folder.
     False for a text that cannot be a path.
@@ -199,6 +206,14 @@ def is_there(path: str | Path) -> bool:
             return False
         raise StorageError(f"cannot open {path}: {reason_of(error)}") from error
     return True
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a file; also True if only reading can tell, as in a closed folder."""
+    try:
+        return path.is_file()
+    except OSError:
+        return True
 
 
 def read_bytes(path: str | Path, most: int = MOST_BYTES) -> bytes:
@@ -226,10 +241,12 @@ def read_stream(stream: BinaryIO, name: str, most: int = MOST_BYTES) -> bytes:
     Raises:
         OptionError: it has more than ``most`` bytes.
     """
-    data = stream.read(most + 1)
-    if len(data) > most:
+    data, more = io.BytesIO(), True
+    while more and data.tell() <= most:  # in pieces: a stream takes memory for all it is asked for
+        more = data.write(stream.read(_PIECE)) == _PIECE
+    if data.tell() > most:
         raise OptionError(f"{name} is too large: the most is {most // 1_000_000} MB")
-    return data
+    return data.getvalue()
 
 
 def read_text(path: str | Path) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from localrt.common.errors import OptionError
 
 _UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 _BINARY_UNITS = {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
-_TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+_CONTROLS = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u206f\ud800-\udfff"
+CONTROL = re.compile(f"[{_CONTROLS}]")  # of a terminal, or of the direction
+_INVISIBLE = "\t\n\xad\u061c\u200b-\u200f\u2060-\u2065\ufeff\U000e0000-\U000e007f"
+UNSEEN = re.compile(f"[{_CONTROLS}{_INVISIBLE}]")  # also line ends, tabs and what is not seen
 _SIZE = re.compile(r"(\d{1,30}(?:\.\d+)?|\.\d+)\s*([KMGT]I?)?B?", re.IGNORECASE)
 
 
@@ -110,15 +113,35 @@ def printable(text: str) -> str:
     """``text`` for a terminal: control and direction characters are spelled out. Line ends and tabs
     stay.
     """
-    return _TERMINAL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+    return CONTROL.sub(_spelled, text)
+
+
+def as_line(text: str) -> str:
+    """``text`` as one line: line ends, tabs and what is not seen are spelled out, too."""
+    return UNSEEN.sub(_spelled, text)
+
+
+def join_lines(lines: Iterable[str]) -> str:
+    """A text of these lines, each shown ``as_line``."""
+    return "\n".join(map(as_line, lines))
+
+
+def _spelled(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode("ascii")
+
+
+def indented(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
+    """The lines of a ``table`` without headers, indented by two spaces."""
+    return [f"  {line}" for line in table(rows, ("",) * len(rows[0]), align).split("\n")[1:]]
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: str = "") -> str:
     """Format a table: columns two spaces apart under ``headers``, without a final newline.
 
     ``align`` has one letter per column, ``l`` or ``r``; further columns are ``l``. The last cell of
-    a row shorter than the header spans the missing columns.
+    a row shorter than the header spans the missing columns. Cells are shown ``as_line``.
     """
+    rows = [[as_line(cell) for cell in row] for row in rows]
     columns = len(headers)
     align = align.ljust(columns, "l")
     widths = [0] * columns

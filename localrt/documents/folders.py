@@ -15,7 +15,7 @@ from fnmatch import translate
 from pathlib import Path
 
 from localrt.common.errors import LocalrtError
-from localrt.common.files import read_bytes, text_lines
+from localrt.common.files import is_file, read_bytes, text_lines
 
 _LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden files and folders
 _MOST_BYTES, _MOST_PATTERNS, _LONGEST = 1 << 18, 5_000, 300  # of a file; in all; characters
@@ -49,9 +49,8 @@ def _walked(folder: Path, most: int) -> Iterator[Path]:
                 continue
             if is_folder:
                 inner.append((path, rules))
-            with suppress(OSError):  # a link into a closed folder
-                if path.is_file() and path.resolve().is_relative_to(top):
-                    yield folder / path.relative_to(top)
+            if is_file(path) and path.resolve().is_relative_to(top):
+                yield folder / path.relative_to(top)
         waiting += reversed(inner)
 
 

@@ -30,7 +30,7 @@ from localrt.common.errors import (
     disk_errors,
     reason_of,
 )
-from localrt.common.files import private_file, private_folder, user_path
+from localrt.common.files import is_file, private_file, private_folder, several, user_path
 from localrt.common.forks import finalize
 from localrt.common.formatting import one_line
 from localrt.common.progress import ProgressCallback
@@ -133,16 +133,17 @@ class DocumentIndex(Closing):
             raise StorageError(f"cannot use {self._path}: {reason_of(error)}{hint}") from error
 
     def update(
-        self, paths: Iterable[str | Path], *, progress: ProgressCallback | None = None
+        self, paths: str | Path | Iterable[str | Path], *, progress: ProgressCallback | None = None
     ) -> dict[Path, str]:
-        """Index files and folders that have changed, and forget deleted files. Return the files
+        """Index files and folders, or a single one, that have changed, and forget deleted files.
+        Return the files
         that were left out, and why. Raises ``StorageError``.
 
         ``progress`` is called for pages, pieces or files, and may raise an error of its own to
         cancel. Each file is indexed whole or not at all; the next update goes on.
         """
         left_out: dict[Path, str] = {}
-        for path in (user_path(path).absolute() for path in paths):
+        for path in (user_path(path).absolute() for path in several(paths)):
             with disk_errors(path):
                 files = list(files_below(path)) if path.is_dir() else [path]
             with DocumentReader(path) as reader:
@@ -158,8 +159,7 @@ class DocumentIndex(Closing):
             if path in left_out and os.path.exists(path):  # noqa: PTH110 - Path's may raise
                 continue
             known = self._rows(f"SELECT path FROM file WHERE {_INSIDE}", _inside(path))
-            with disk_errors(path):
-                gone = set(known) - {(str(file),) for file in files if file.is_file()}
+            gone = set(known) - {(str(file),) for file in files if is_file(file)}
             with self._in_words(), self._connection:
                 self._connection.executemany("DELETE FROM file WHERE path = ?", gone)
             if self._embedder is not None:

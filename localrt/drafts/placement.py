@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from localrt.common.errors import OptionError, UnsupportedModelError
-from localrt.common.formatting import format_bytes, format_rate
+from localrt.common.formatting import format_bytes, format_rate, join_lines
 from localrt.common.settings import Settings
 from localrt.drafts.model_draft import DraftPlace
 from localrt.loading.gpu import OpenGpu, open_gpu
@@ -85,7 +85,7 @@ class PairPlan:
                 f"{self.tokens_per_pass:.2f} tokens per pass of {1e3 * self.verify_s:.1f} ms and "
                 f"drafts of {1e3 * self.draft_s:.1f} ms"
             )
-        return "\n".join(lines)
+        return join_lines(lines)
 
     def to_dict(self) -> dict[str, object]:
         """Plain values, for JSON."""

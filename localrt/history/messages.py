@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from localrt.common.files import parse_json
-from localrt.common.formatting import format_bytes
+from localrt.common.formatting import as_line, format_bytes
 from localrt.engine.types import Chunk, Message, Metrics, ToolCall
 from localrt.history.answer_writer import AnswerWriter
 from localrt.history.conversation import Turn
@@ -278,4 +278,4 @@ def call_line(info: Mapping[str, object]) -> str:
         arguments = json.dumps(parse_json(arguments), ensure_ascii=False)
     except ValueError:
         arguments = " ".join(arguments.split())
-    return f"{info.get('title') or info.get('name') or 'tool'} {arguments}".rstrip()
+    return as_line(f"{info.get('title') or info.get('name') or 'tool'} {arguments}".rstrip())

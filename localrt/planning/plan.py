@@ -19,7 +19,14 @@ import numpy as np
 
 from localrt import system
 from localrt.common.errors import HubError, LocalrtError
-from localrt.common.formatting import format_bytes, format_count, format_rate, format_seconds, table
+from localrt.common.formatting import (
+    format_bytes,
+    format_count,
+    format_rate,
+    format_seconds,
+    indented,
+    join_lines,
+)
 from localrt.common.option_names import on_command_line
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.common.speeds import known_speed
@@ -334,7 +341,7 @@ def one_line(plan: Forecast) -> str:
 
 def explain(plan: Forecast) -> str:
     """Return the whole plan as text."""
-    text = "\n".join(_lines(plan))
+    text = join_lines(_lines(plan))
     return "\n".join([text, "", *meanings(text)])
 
 
@@ -516,7 +523,7 @@ _MOST_NOTES = 2
 
 def page(plan: Forecast) -> str:
     """Return the plan in about twenty lines."""
-    text = "\n".join(_page_lines(plan))
+    text = join_lines(_page_lines(plan))
     more = "Where the weights go, and where the time: add --details"
     return "\n".join([text, "", *meanings(text), "", more])
 
@@ -541,11 +548,11 @@ def _page_lines(plan: Forecast) -> Iterator[str]:
     if plan.contexts:
         yield ""
         yield "Longest conversation"
-        yield from _indented(_contexts(plan))
+        yield from indented(_contexts(plan), "r")
     if gains := _gains(plan):
         yield ""
         yield "What would make it faster"
-        yield from _indented(gains, "rr")
+        yield from indented(gains, "rr")
     notes = [note for note in plan.notes if note != EVEN_EXPERTS][:_MOST_NOTES]
     if notes:
         yield ""
@@ -605,13 +612,6 @@ def _shown(command: str, plan: Forecast) -> str:
     if plan.command and command.startswith(f"{plan.command} --"):
         return f"add {command.removeprefix(plan.command).strip()}"
     return command
-
-
-def _indented(rows: list[tuple[str, ...]], align: str = "r") -> Iterator[str]:
-    """Yield the rows as indented columns without headers."""
-    blank = ("",) * len(rows[0])
-    for line in table(rows, blank, align).split("\n")[1:]:
-        yield f"  {line}"
 
 
 def _wrapped(text: str) -> list[str]:

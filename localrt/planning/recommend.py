@@ -23,7 +23,7 @@ from localrt.common.errors import (
     UnsupportedModelError,
     known_arguments,
 )
-from localrt.common.formatting import format_bytes, format_seconds, parse_size, table
+from localrt.common.formatting import format_bytes, format_seconds, join_lines, parse_size, table
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.hub.files import DEFAULT_LABEL
 from localrt.hub.names import KNOWN_MODELS, HubRef, KnownModel, repo_thinks
@@ -393,7 +393,7 @@ class WhatRuns:
 
     def report(self) -> str:
         """Return the table of models, and commands to type."""
-        return "\n".join(self._lines())
+        return join_lines(self._lines())
 
     def _lines(self) -> Iterable[str]:
         where = "a PC like that" if self.hypothetical else "this PC"
@@ -407,7 +407,7 @@ class WhatRuns:
         rows = [(*_row(each),) for each in best]
         headers = ("MODEL", "FILE", "SIZE", "TOK/S", "FIRST TOKEN", "WEIGHTS IN", "FOR CHAT")
         shown_table = table(rows, headers, "llrrr")
-        yield shown_table
+        yield from shown_table.split("\n")
         yield ""
         shown = {each.model.family for each in best}
         slow = dict.fromkeys(

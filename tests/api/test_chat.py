@@ -132,6 +132,10 @@ def test_files(tiny: localrt.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert searched.startswith("long.pdf does not fit the context: the model gets ")
     with pytest.raises(localrt.StorageError, match=r"cannot read .*nowhere\.pdf"):
         chat.send("About which topic7?", files=[tmp_path / "nowhere.pdf"])
+    for one in (str(tmp_path / "a.pdf"), tmp_path / "a.pdf"):
+        alone = tiny.chat(**GREEDY)
+        alone.send("What?", files=one)
+        assert alone.messages[0]["content"].startswith("a.pdf:\n```\n[page 1]\nOne\n")
 
 
 @pytest.fixture(scope="module")

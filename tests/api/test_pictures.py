@@ -54,6 +54,8 @@ def test_a_picture_is_part_of_a_message(seeing: localrt.Model, tmp_path: Path) -
     opened = Image.open(tmp_path / "a.png")
     for given in (tmp_path / "a.png", str(tmp_path / "a.png"), opened, photo(0)):
         assert seeing.generate("what is this", images=[given], **GREEDY).text == one.text
+    for given in (tmp_path / "a.png", str(tmp_path / "a.png"), photo(0)):
+        assert seeing.generate("what is this", images=given, **GREEDY).text == one.text
 
 
 def test_prefixes_compare_pictures(seeing: localrt.Model) -> None:

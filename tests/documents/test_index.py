@@ -75,6 +75,16 @@ def test_search(index: DocumentIndex, notes: Path) -> None:
     assert (best.text, best.path) == ("A cat and a dog met a mouse.", notes / "b.txt")
 
 
+def test_one_path_is_not_taken_for_many(
+    index: DocumentIndex, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A string is no list of the paths that its characters are."""
+    monkeypatch.chdir(notes.parent)
+    for one in ("notes", notes, ["notes"]):
+        assert list(index.update(one)) == [notes / "d.bin"]
+    assert found(index, "a mouse") == [("b.txt", 0)]
+
+
 def test_only_changes_are_read(index: DocumentIndex, notes: Path, read: list[str]) -> None:
     index.update([notes])
     assert read == ["a.pdf", "b.txt", "c.txt", "d.bin"]

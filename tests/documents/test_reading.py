@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from localrt import OptionError, Progress, StorageError, read_document
+from localrt import DocumentIndex, OptionError, Progress, StorageError, read_document
 from localrt.documents import kinds, reading
 from localrt.documents import pdf as pdfs
+from tests.conftest import needs_links
 from tests.documents.samples import NOTEBOOK, RED, WORD, form, one_page, pdf, scan, stream, turned
 
 DATA = Path(__file__).parent.parent / "data"
@@ -231,6 +234,42 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
     text = read_document(folder).text
     assert "inside.txt" in text
     assert "secret" not in text
+
+
+@needs_links
+@pytest.mark.parametrize(
+    ("target", "told"),
+    [
+        ("closed/file", "b.txt (left out)"),
+        ("../closed/file", ""),  # it leads out of the folder
+        ("b.txt", ""),  # to itself
+        ("nowhere", ""),
+    ],
+)
+def test_links_that_cannot_be_followed(
+    target: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None keeps the other files out, neither of what is read nor of what is indexed."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "a.txt").write_text("words")
+    (folder / "b.txt").symlink_to(target)
+    stat = Path.stat
+
+    def closed(path: Path, *, follow_symlinks: bool = True) -> os.stat_result:
+        if path.name == "b.txt" and "closed" in target and follow_symlinks:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return stat(path, follow_symlinks=follow_symlinks)
+
+    monkeypatch.setattr(Path, "stat", closed)
+    read = read_document(folder)
+    assert "words" in read.text
+    assert told in read.text
+    assert read.note == ("project/: 1 of 2 files cannot be read as text: left out." if told else "")
+    with DocumentIndex(None) as index:
+        left_out = index.update([folder])
+        assert [each.path.name for each in index.search("words")] == ["a.txt"]
+    assert [path.name for path in left_out] == ["b.txt"] * bool(told)
 
 
 @pytest.mark.parametrize(

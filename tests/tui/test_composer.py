@@ -293,7 +293,7 @@ async def test_typed_in_one_read(model: FakeModel) -> None:
 
 # -- control characters ----------------------------------------------------------------------------
 
-HOSTILE = "\x1b]2;title\x07 \x9d52;c;eA==\x9c \x7f \x85 \u202eabc"
+HOSTILE = "\x1b]2;title\x07 \x9d52;c;eA==\x9c \x7f \x85 \u202e\u2066\u2028abc"
 PLACES = {
     "conversation": (),
     "what an editor wrote": ("ctrl+g",),
@@ -306,7 +306,7 @@ PLACES = {
 
 
 def harmful(text: str) -> bool:
-    return any(unicodedata.category(c) == "Cc" or c == "\u202e" for c in text)
+    return any(unicodedata.category(c) == "Cc" or c in "\u202e\u2066\u2028" for c in text)
 
 
 async def left(app: ChatApp, pilot: Pilot[Any]) -> None:

@@ -253,6 +253,7 @@ def test_loading_line(width: int) -> None:
 
 def test_safe_text() -> None:
     assert clean("a\tb\r\nc\x1b[2J\x7f\x9b") == "a\tb\nc\ufffd[2J\ufffd\ufffd"
+    assert clean("a\u202eb\u2066c\u2028d\ud800") == "a\ufffdb\ufffdc\ufffdd\ufffd"
     assert one_line(ValueError("\nfirst\nsecond")) == "first"
     assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
 

@@ -13,7 +13,7 @@ from typing import Any
 from localrt.bench.mix.mix import App, Mix, percentiles
 from localrt.bench.mix.runner import MixOutcome, MixRun, Outcome
 from localrt.bench.report import NOT_MEASURED, facts, percent, shown
-from localrt.common.formatting import format_bytes, format_rate, format_seconds, table
+from localrt.common.formatting import format_bytes, format_rate, format_seconds, join_lines, table
 from localrt.offload.hardware import Machine
 
 
@@ -183,12 +183,13 @@ def to_table(report: Mapping[str, Any]) -> str:
         met = shown(server["goals_met"], percent)
         lines += ["", f"{server['server']}: {met} of the requests met their goals{several}", ""]
         rows = [[cell(app) for _, cell in _COLUMNS] for app in server["apps"]]
-        lines.append(table(rows, [header for header, _ in _COLUMNS], "ll".ljust(13, "r")))
+        headers = [header for header, _ in _COLUMNS]
+        lines += table(rows, headers, "ll".ljust(13, "r")).split("\n")
         lines += ["", *_machine_lines(server)]
     lines += [f"{each['server']} did not run: {each['reason']}" for each in report["skipped"]]
     if report["interrupted"]:
         lines.append("interrupted: this is what was measured until then")
-    return "\n".join(lines)
+    return join_lines(lines)
 
 
 def _machine_lines(server: Mapping[str, Any]) -> list[str]:
@@ -215,7 +216,7 @@ def _machine_lines(server: Mapping[str, Any]) -> list[str]:
             rows.append([f"frames of {each['name']}", times])
         if each.get("error"):
             rows.append([each["name"], each["error"]])
-    return [table(rows, ("machine", ""))]
+    return table(rows, ("machine", "")).split("\n")
 
 
 def _times(name: str, which: str) -> Callable[[Mapping[str, Any]], str]:
