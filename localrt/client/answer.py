@@ -16,6 +16,7 @@ from typing import Any, cast
 from localrt.chat_format.thinking import CLOSE, OPEN
 from localrt.client.servers import Address
 from localrt.common.errors import ContextOverflowError, LocalrtError
+from localrt.common.files import parse_json
 from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.engine.types import FinishReason, Metrics, ToolCall
@@ -65,8 +66,8 @@ def _lines(pieces: Iterable[bytes], address: Address) -> Iterator[bytes]:
 
 def _object(text: bytes, address: Address) -> dict[str, object]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
@@ -295,8 +296,8 @@ def refusal(address: Address, status: int, headers: Mapping[str, str], body: byt
 def _told(body: bytes) -> tuple[str, str]:
     """Return an error's message and code, or empty strings if it is not JSON."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = parse_json(body)
+    except ValueError:
         return "", ""
     error = _mapping(found)
     error = error.get("error", error)

@@ -12,6 +12,7 @@ import errno
 import glob
 import json
 import os
+import re
 import shutil
 import stat
 import threading
@@ -29,6 +30,12 @@ from localrt.common.errors import OptionError, StorageError, reason_of
 MOST_BYTES = 256 << 20
 """The largest size of a file that a user names, and of stdin."""
 
+MOST_WORDS = 2 << 20
+"""The most words of about 30 bytes that the values of a JSON text may take in memory, unless its
+reader knows better: a number takes one, a string two, a list or an object eight. It is enough for
+the token ids of a long prompt.
+"""
+
 PAGE = 4096
 """Offsets, sizes and addresses of direct reads are multiples of this many bytes."""
 
@@ -38,6 +45,7 @@ _PRIVATE_FILE, _PRIVATE_FOLDER = 0o600, 0o700
 _OTHERS = 0o077  # the rights of group and others
 _STALE_S = 86_400.0  # a writer that pauses longer has been killed
 _NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
+_JSON_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 @contextmanager
@@ -108,12 +116,34 @@ def write_text(
     write_bytes(path, data, private=private, sync=sync, folder=folder)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """``json.loads``, whose ``ValueError`` also says that a value is nested too deeply."""
+def parse_json(text: str | bytes, most: int = MOST_WORDS, **hooks: Any) -> Any:
+    """``json.loads`` with its ``hooks``, for texts of others: values that take more than ``most``
+    words (see ``MOST_WORDS``), which a small file can hold, are not read.
+
+    Raises:
+        ValueError: it is not JSON, has too many values, or is nested too deeply.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")  # as ``json.loads``
+    if json_words(text, most) > most:
+        raise ValueError("it has too many values")
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def json_words(text: str, most: int = 0) -> int:
+    """Estimate the memory of the values of a JSON text, in words: see ``MOST_WORDS``. An estimate
+    of up to ``most`` may be too high.
+    """
+    words = _words(text)
+    return words if words <= most else _words(_JSON_STRING.sub('""', text))
+
+
+def _words(text: str) -> int:
+    separators = text.count(",") + text.count(":") + text.count('"')
+    return separators + 8 * (text.count("[") + text.count("{"))
 
 
 def read_cached(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, StorageError, reason_of
-from localrt.common.files import MOST_BYTES, parse_json, read_bytes, read_stream, text_lines
+from localrt.common.files import MOST_BYTES, json_words, parse_json, read_bytes, read_stream
 from localrt.history.conversation import Conversation, title_of
 from localrt.history.database import insert
 from localrt.history.pictures import (
@@ -34,6 +34,11 @@ from localrt.history.pictures import (
 from localrt.history.presets import check_options
 
 _MOST_UNPACKED = 1 << 30  # bytes of all texts in a ZIP file
+# ChatGPT's exports have most values: 270 words a message. There is room for 20,000 conversations of
+# 18 messages, which take about 1 GB when they are read.
+_MOST_WORDS = 96 << 20
+_MOST_ENTRIES = 400_000  # in a list: of conversations, of messages; lines, or files in a ZIP file
+_DEPTH = 8  # of lists that are counted; those of messages are not as deep
 _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 _ROLES, _SYSTEM = ("user", "assistant"), ("system", "developer")
 _LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
@@ -86,13 +91,17 @@ def _documents(
     """The JSON of a file, or of all such files in an archive, which stays open."""
     try:
         if not path.is_file() or not zipfile.is_zipfile(path):
-            return None, [_parsed(read_bytes(path), left)]
+            data = read_bytes(path)
+            _words(data, _MOST_WORDS)
+            return None, [_parsed(data, left)]
         archive = stack.enter_context(zipfile.ZipFile(path))
-        documents, room = [], _MOST_UNPACKED
+        _check_entries(archive.namelist())
+        documents, room, words = [], _MOST_UNPACKED, _MOST_WORDS
         for name in archive.namelist():
             if name.endswith((".json", ".jsonl")):
                 data = _member(archive, name, min(room, MOST_BYTES))
                 room -= len(data)
+                words -= _words(data, words)
                 try:
                     documents.append(_parsed(data, left))
                 except ValueError:
@@ -106,20 +115,50 @@ def _documents(
         raise StorageError(f"{path} cannot be read: {reason_of(error)}") from error
 
 
+def _words(data: bytes, most: int) -> int:
+    """The words of a JSON text: see ``MOST_WORDS``.
+
+    Raises:
+        StorageError: they are more than ``most``.
+    """
+    words = json_words(data.decode("utf-8", "replace"))
+    if words > most:
+        raise _too_many("values")
+    return words
+
+
 def _parsed(data: bytes, left: Counter[str]) -> Any:
-    """A JSON value, or the list of those on each line."""
+    """A JSON value, or the list of the lists and objects on each line."""
     try:
-        return parse_json(data)
+        value = parse_json(data, _MOST_WORDS)
     except ValueError:
+        if data.count(b"\n") > _MOST_ENTRIES:
+            raise _too_many("lines") from None
+        lines = [*filter(bytes.strip, data.split(b"\n"))]
         values: list[Any] = []
-        lines = [*filter(str.strip, text_lines(data.decode("utf-8-sig")))]
         for line in lines:
             with suppress(ValueError):
-                values.append(parse_json(line))
+                values.append(parse_json(line, _MOST_WORDS))
         if not any(map(_dict, values)) and not any(map(_list, values)):
             raise
         left[_LINES] += len(lines) - len(values)
-        return values
+        value = values
+    _check_entries(value)
+    return value
+
+
+def _check_entries(value: Any, depth: int = _DEPTH) -> None:
+    """Refuse a list or object with too many entries, as some are made to exhaust the memory."""
+    entries = value.values() if isinstance(value, dict) else _list(value)
+    if len(entries) > _MOST_ENTRIES:
+        raise _too_many("entries in a list")
+    for each in entries if depth else ():
+        if isinstance(each, dict | list):
+            _check_entries(each, depth - 1)
+
+
+def _too_many(what: str) -> StorageError:
+    return StorageError(f"it has too many {what}: export fewer conversations at once")
 
 
 def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:

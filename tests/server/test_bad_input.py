@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from localrt.common import files
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
-from localrt.server import bodies
 from localrt.server.bodies import parse_json
 from localrt.server.errors import ApiError, api_error
 from localrt.server.options import ServeOptions, is_loopback
@@ -169,7 +169,7 @@ def test_what_is_no_json(server: Running) -> None:
 )
 def test_too_many_values(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(body).encode()
-    monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(files.json, "loads", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ApiError, match="too many values"):
         parse_json(data)
 
