@@ -133,7 +133,7 @@ def parse_json(text: str | bytes, most: int = MOST_WORDS, **hooks: Any) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def json_words(text: str, most: int = 0) -> int:
+def json_words(text: str, most: float = 0) -> int:
     """Estimate the memory of the values of a JSON text, in words: see ``MOST_WORDS``. An estimate
     of up to ``most`` may be too high.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import socket
 import subprocess
@@ -15,9 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from localrt.mcp import connection
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 from localrt.mcp.servers import ToolServers
-from tests.fake_endpoint import nobody
+from tests.fake_endpoint import Asked, fake, nobody
 from tests.waits import wait_for
 
 SERVER = str(Path(__file__).with_name("server.py"))
@@ -139,6 +141,112 @@ def test_late_answers_and_restarts(started: Callable[..., ToolServers]) -> None:
     wait_for(lambda: status(servers, "local").state == "ready")
     servers.close()
     assert programs(servers) == []
+
+
+# -- servers that send too much --------------------------------------------------------------------
+
+MOST = 1 << 20  # bytes of a message, in these tests
+TOO_MUCH = "sent more than 1 MB, or too many values, at once"
+MANY = b"[],"
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "_MOST_BYTES", MOST)
+    monkeypatch.setattr(connection, "MOST_WORDS", MOST // 8)
+
+
+@pytest.mark.slow
+def test_too_large_a_result_ends_its_server_alone(
+    http: Any, started: Callable[..., ToolServers], small: None
+) -> None:
+    http()
+    servers = started(stdio(), ServerConfig(name="far", url=http.url, timeout=30))
+    for name in ("local", "far"):
+        other = "far" if name == "local" else "local"
+        assert call(servers, name, "flood", characters=MOST // 8).ending == "done"
+        for much in ({"characters": 2 * MOST}, {"characters": 0, "values": MOST // 64}):
+            told = call(servers, name, "flood", **much)
+            assert told == ToolResult(f"The server {name} {TOO_MUCH}.", "failed")
+            wait_for(lambda name=name: status(servers, name).problem == TOO_MUCH)  # type: ignore[misc]
+            assert status(servers, other).state == "ready"
+            assert call(servers, name, "add", a=1, b=2) == ToolResult("3")
+
+
+def endless(piece: bytes, head: bytes = b"") -> Callable[[Asked, socket.socket], None]:
+    """Sends this again and again, but no more than three times what may be read."""
+
+    def answer(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(head)
+        for _ in range(0, 3 * MOST, len(piece)):
+            connection.sendall(piece)
+
+    return answer
+
+
+def body(kind: str, **headers: str) -> bytes:
+    lines = {"Content-Type": kind, **headers}
+    return b"HTTP/1.1 200 OK\r\n%s\r\n" % b"".join(
+        b"%s: %s\r\n" % (name.replace("_", "-").encode(), value.encode())
+        for name, value in lines.items()
+    )
+
+
+JSON, EVENTS = "application/json", "text/event-stream"
+PACKED = gzip.compress(bytes(MOST))
+PACKED_LINE = "sends compressed answers, for which nobody asked"
+HOSTILE: dict[str, tuple[Callable[[Asked, socket.socket], bytes | None], str]] = {
+    "body": (endless(b" " * 9999, body(JSON)), TOO_MUCH),
+    "one text": (endless(b"x" * 9999, body(JSON) + b'"'), TOO_MUCH),
+    "lines": (endless(b"\n" * 9999, body(JSON)), TOO_MUCH),
+    "values": (lambda *_: body(JSON) + b"[" + MANY * (MOST // 64) + b"1]", TOO_MUCH),
+    "event": (endless(b"x" * 9999, body(EVENTS) + b"data: "), TOO_MUCH),
+    "lines of an event": (endless(b"data: x\n", body(EVENTS)), TOO_MUCH),
+    "values of an event": (
+        lambda *_: body(EVENTS) + b"data: [" + MANY * (MOST // 64) + b"1]\n\n",
+        TOO_MUCH,
+    ),
+    "redirect": (
+        endless(b"x" * 9999, b"HTTP/1.1 307 Go\r\nLocation: /other\r\n\r\n"),
+        TOO_MUCH,
+    ),
+    "refusal": (
+        endless(b"x" * 9999, body(JSON).replace(b"200 OK", b"400 No")),
+        TOO_MUCH,
+    ),
+    "gzip": (lambda *_: body(JSON, Content_Encoding="gzip") + PACKED, PACKED_LINE),
+    "gzip events": (lambda *_: body(EVENTS, Content_Encoding="gzip") + PACKED, PACKED_LINE),
+    "head": (endless(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"), "cannot be reached at URL: "),
+}
+
+
+@pytest.mark.parametrize("way", HOSTILE)
+def test_hostile_answers(started: Callable[..., ToolServers], small: None, way: str) -> None:
+    answer, told = HOSTILE[way]
+    with fake(answer) as server:
+        servers = started(ServerConfig(name="far", url=f"{server.url}/mcp", timeout=60))
+        assert status(servers, "far").problem.startswith(told.replace("URL", f"{server.url}/mcp"))
+
+
+def test_drip(started: Callable[..., ToolServers], small: None) -> None:
+    """An answer that does not end within the time, though something comes all the time."""
+
+    def answer(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(body(JSON))
+        while not server.over.wait(0.01):
+            connection.sendall(b" ")
+
+    with fake(answer) as server:
+        servers = started(ServerConfig(name="far", url=server.url, timeout=0.5))
+        assert status(servers, "far").problem == "did not start within 0.5 s"
+
+
+@pytest.mark.slow  # the SDK gives a server seconds to end
+@pytest.mark.parametrize("line", ["'x' * 9999", "'[],' * 9999"])
+def test_endless_line(started: Callable[..., ToolServers], small: None, line: str) -> None:
+    code = f"import sys\nwhile True: sys.stdout.write({line})"
+    servers = started(ServerConfig(name="local", command=sys.executable, args=("-c", code)))
+    assert status(servers, "local").problem == TOO_MUCH
 
 
 def test_failed_start(started: Callable[..., ToolServers]) -> None:
