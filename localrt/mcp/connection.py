@@ -104,7 +104,7 @@ class Connection:
             await self._wanted.wait()
             self._wanted.clear()
 
-    async def call(self, tool: str, arguments: Mapping[str, object], most: int) -> ToolResult:
+    async def call(self, tool: Tool, arguments: Mapping[str, object], most: int) -> ToolResult:
         """Call a tool; return a result of at most ``most`` characters, for failures too."""
         name, timeout = self._config.name, self._config.timeout
         try:
@@ -114,7 +114,10 @@ class Connection:
                 await self._settled.wait()
                 if self._client is None:
                     return ToolResult(f"The server {name} {self.status.problem}.", "failed")
-                found = await self._client.call_tool(tool, dict(arguments))
+                if tool not in self._tools:  # what was allowed is not what would run
+                    text = f"The server {name} has changed {tool.name}: see it, and call it again."
+                    return ToolResult(text, "failed")
+                found = await self._client.call_tool(tool.name, dict(arguments))
         except TimeoutError:
             return ToolResult(f"The server {name} did not answer within {timeout:g} s.", "failed")
         except Exception as error:  # noqa: BLE001 - the model is told, and may try otherwise

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,13 @@ def started() -> Iterator[Callable[..., ToolServers]]:
 
 
 def call(servers: ToolServers, server: str, tool: str, **arguments: Any) -> ToolResult:
-    return servers.call(Tool(server, tool, "", {}), arguments, most=200).result(60)
+    return servers.call(offered(servers, server, tool), arguments, most=200).result(60)
+
+
+def offered(servers: ToolServers, server: str, tool: str) -> Tool:
+    """A tool as its server describes it, or as it could have."""
+    known = [each for each in status(servers, server).tools if each.name == tool]
+    return known[0] if known else Tool(server, tool, "", {})
 
 
 def status(servers: ToolServers, name: str) -> ServerStatus:
@@ -107,7 +114,7 @@ def test_transports(http: Any, started: Callable[..., ToolServers]) -> None:
         long = call(servers, name, "read.file", path="p")
         assert long.text.endswith("\n[cut: 200 of 1,0" + long.text[-14:])
         assert ("p has cheese" in long.text) == (name == "local")
-        stopped = servers.call(Tool(name, "sleep", "", {}), {"seconds": 60}, most=9)
+        stopped = servers.call(offered(servers, name, "sleep"), {"seconds": 60}, most=9)
         time.sleep(0.1)
         assert stopped.cancel()
         assert call(servers, name, "sleep", seconds=0).text == "woke up"
@@ -134,6 +141,9 @@ def test_late_answers_and_restarts(started: Callable[..., ToolServers]) -> None:
     wait_for(lambda: status(servers, "local").problem == "ended: out of cheese")
     assert status(servers, "local").tools  # they stay known, for the call that starts it again
     assert call(servers, "local", "add", a=1, b=2) == ToolResult("3")
+    changed = replace(offered(servers, "local", "add"), description="Add.")
+    told = servers.call(changed, {"a": 1, "b": 2}, most=200).result(60)
+    assert told.text == "The server local has changed add: see it, and call it again."
     (process,) = programs(servers)
     process.kill()  # nobody calls just then: it is noticed all the same
     wait_for(lambda: status(servers, "local").state == "failed")
