@@ -59,6 +59,9 @@ _LATE = 408
 _MOST_DISCARDED = 256 << 20  # most bytes of a refused body to read and discard
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
+# Unless an answer has its own: browsers keep none on the disk, guess no types, and let no page of
+# another origin load one as a script or picture. The pages that --cors allows read with CORS.
+_PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -87,6 +90,8 @@ class Guard:
     ) -> None:
         self._app, self._service, self._log = app, service, log
         self._paths = Paths(paths)
+        shared = "cross-origin" if "*" in service.options.origins else "same-origin"
+        self._headers = _PRIVATE | {"cross-origin-resource-policy": shared}
         self._answered: ASGIApp = self._answer
         if service.options.origins:  # pages may read error responses, too
             self._answered = CORSMiddleware(
@@ -112,7 +117,11 @@ class Guard:
         async def watched(message: Message) -> None:
             nonlocal status, whole
             if message["type"] == "http.response.start":
-                added = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
+                own = self._headers | dict.fromkeys(_ID_HEADERS, request_id)
+                found = {name for name, _ in message.get("headers", ())}
+                added = [
+                    (n.encode(), v.encode()) for n, v in own.items() if n.encode() not in found
+                ]
                 if message["status"] >= 400 and message["status"] != _LATE:
                     await body.discard(self._service.options.read_timeout_s)
                     added += [] if body.ended else [(b"connection", b"close")]
@@ -220,7 +229,7 @@ def _check(scope: Scope, options: ServeOptions) -> None:
     headers = Headers(scope=scope)
     _check_head(scope, options)
     if options.api_key is None:  # a page would not have the key
-        _check_page(headers, options)
+        _check_page(scope, headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
     if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
         given = sent_key(headers).encode()
@@ -253,11 +262,13 @@ def _check_head(scope: Scope, options: ServeOptions) -> None:
         raise ApiError(431, message, headers=close)
 
 
-def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
+def _check_page(scope: Scope, headers: Mapping[str, str], options: ServeOptions) -> None:
     """Refuse web pages, which could reach a server on this machine through a browser.
 
     A browser sends the page's origin, and the name by which it reaches this server. If that is not
-    a name of this machine, the page's DNS name points here (DNS rebinding).
+    a name of this machine, the page's DNS name points here (DNS rebinding). Where it sends no
+    origin, as for pictures, whose times a page can take, it says whether the page is of this site.
+    A link of another site may open the chat page.
     """
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""
@@ -268,7 +279,16 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
             "Behind a reverse proxy, start it with --api-key",
         )
     origin = headers.get("origin")
-    if origin is None or "*" in options.origins or origin in options.origins:
+    if "*" in options.origins or origin in options.origins:
+        return
+    if origin is None:
+        asked = [headers.get(f"sec-fetch-{name}") for name in ("site", "mode", "dest")]
+        opens = asked[1:] == ["navigate", "document"] and scope["method"] == "GET"
+        if asked[0] in ("cross-site", "same-site") and not (opens and scope["path"] == "/"):
+            raise ApiError(
+                403,
+                "pages of other sites are refused: name them with --cors, and let them use CORS",
+            )
         return
     if not host or _split(origin).netloc.lower() != host.lower():
         raise ApiError(
