@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from localrt import system
 
 __all__ = [
-    *("DONE", "HEAD", "Asked", "Fake", "delta", "event", "fake", "listed", "nobody", "saying"),
-    "whole",
+    *("DONE", "HEAD", "MOST", "Asked", "Fake", "answer_head", "delta", "endless", "event", "fake"),
+    *("listed", "nobody", "saying", "whole"),
 ]
 
 
@@ -119,6 +119,27 @@ def whole(status: int, body: Any = b"", kind: str = "application/json", **header
 
 def listed(*names: str, **more: Any) -> bytes:
     return whole(200, {"object": "list", "data": [{"id": name, **more} for name in names]})
+
+
+MOST = 1 << 20  # bytes that tests of limits let be read
+
+
+def endless(piece: bytes, head: bytes = b"") -> Callable[[Asked, socket.socket], None]:
+    """Sends this again and again, but no more than three times what may be read."""
+
+    def answer(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(head)
+        for _ in range(0, 3 * MOST, len(piece)):
+            connection.sendall(piece)
+
+    return answer
+
+
+def answer_head(kind: str, status: int = 200, **headers: str) -> bytes:
+    """The head of an answer that ends with its connection."""
+    lines = [f"HTTP/1.1 {status} Said", f"Content-Type: {kind}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"

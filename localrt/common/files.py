@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import glob
 import json
+import math
 import os
 import re
 import shutil
@@ -31,9 +32,8 @@ MOST_BYTES = 256 << 20
 """The largest size of a file that a user names, and of stdin."""
 
 MOST_WORDS = 2 << 20
-"""The most words of about 30 bytes that the values of a JSON text may take in memory, unless its
-reader knows better: a number takes one, a string two, a list or an object eight. It is enough for
-the token ids of a long prompt.
+"""The most memory for the values of a JSON text, in words of up to 30 bytes: a number takes one, a
+string two, a list or an object eight. That is enough for the token ids of a long prompt.
 """
 
 PAGE = 4096
@@ -117,11 +117,8 @@ def write_text(
 
 
 def parse_json(text: str | bytes, most: int = MOST_WORDS, **hooks: Any) -> Any:
-    """``json.loads`` with its ``hooks``, for texts of others: values that take more than ``most``
-    words (see ``MOST_WORDS``), which a small file can hold, are not read.
-
-    Raises:
-        ValueError: it is not JSON, has too many values, or is nested too deeply.
+    """``json.loads``, whose ``ValueError`` also says that values are too many or nested too deeply:
+    little text can take much memory.
     """
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")  # as ``json.loads``
@@ -133,17 +130,11 @@ def parse_json(text: str | bytes, most: int = MOST_WORDS, **hooks: Any) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
-def json_words(text: str, most: float = 0) -> int:
-    """Estimate the memory of the values of a JSON text, in words: see ``MOST_WORDS``. An estimate
-    of up to ``most`` may be too high.
-    """
-    words = _words(text)
-    return words if words <= most else _words(_JSON_STRING.sub('""', text))
-
-
-def _words(text: str) -> int:
-    separators = text.count(",") + text.count(":") + text.count('"')
-    return separators + 8 * (text.count("[") + text.count("{"))
+def json_words(text: str, enough: float = 0) -> int:
+    """An estimate of a JSON text's ``MOST_WORDS``; up to ``enough`` it may be too high."""
+    marks = {",": 1, ":": 1, '"': 1, "[": 8, "{": 8}
+    words = sum(text.count(mark) * words for mark, words in marks.items())
+    return words if words <= enough else json_words(_JSON_STRING.sub('""', text), math.inf)
 
 
 def read_cached(path: Path) -> dict[str, Any]:

@@ -34,11 +34,9 @@ from localrt.history.pictures import (
 from localrt.history.presets import check_options
 
 _MOST_UNPACKED = 1 << 30  # bytes of all texts in a ZIP file
-# ChatGPT's exports have most values: 270 words a message. There is room for 20,000 conversations of
-# 18 messages, which take about 1 GB when they are read.
-_MOST_WORDS = 96 << 20
-_MOST_ENTRIES = 400_000  # in a list: of conversations, of messages; lines, or files in a ZIP file
-_DEPTH = 8  # of lists that are counted; those of messages are not as deep
+# Of the values of all texts: about 1 GB. Most have those of ChatGPT's exports, 270 words a message.
+_MOST_WORDS = 96 << 20  # for 20,000 conversations of 18 messages
+_MOST_ENTRIES = 400_000  # conversations, messages of one, lines, or files of an archive
 _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 _ROLES, _SYSTEM = ("user", "assistant"), ("system", "developer")
 _LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
@@ -89,23 +87,25 @@ def _documents(
     path: Path, stack: ExitStack, left: Counter[str]
 ) -> tuple[zipfile.ZipFile | None, list[Any]]:
     """The JSON of a file, or of all such files in an archive, which stays open."""
+    archive, names, documents = None, [path.name], []
+    room, words = _MOST_UNPACKED, _MOST_WORDS
     try:
-        if not path.is_file() or not zipfile.is_zipfile(path):
-            data = read_bytes(path)
-            _words(data, _MOST_WORDS)
-            return None, [_parsed(data, left)]
-        archive = stack.enter_context(zipfile.ZipFile(path))
-        _check_entries(archive.namelist())
-        documents, room, words = [], _MOST_UNPACKED, _MOST_WORDS
-        for name in archive.namelist():
-            if name.endswith((".json", ".jsonl")):
-                data = _member(archive, name, min(room, MOST_BYTES))
-                room -= len(data)
-                words -= _words(data, words)
-                try:
-                    documents.append(_parsed(data, left))
-                except ValueError:
-                    left[_LINES] += 1
+        if path.is_file() and zipfile.is_zipfile(path):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            names = [each for each in archive.namelist() if each.endswith((".json", ".jsonl"))]
+            _check_entries(names)
+        for name in names:
+            data = _member(archive, name, min(room, MOST_BYTES)) if archive else read_bytes(path)
+            room -= len(data)
+            words -= json_words(data.decode("utf-8", "replace"))
+            if words < 0:
+                raise _too_many("values")
+            try:
+                documents.append(_parsed(data, left))
+            except ValueError:
+                if archive is None:
+                    raise
+                left[_LINES] += 1
         return archive, documents
     except OptionError as error:
         raise StorageError(error.marked) from error
@@ -113,18 +113,6 @@ def _documents(
         raise StorageError(f"{path} is not a saved chat: it is not JSON") from error
     except (OSError, *_DAMAGED_ZIP) as error:
         raise StorageError(f"{path} cannot be read: {reason_of(error)}") from error
-
-
-def _words(data: bytes, most: int) -> int:
-    """The words of a JSON text: see ``MOST_WORDS``.
-
-    Raises:
-        StorageError: they are more than ``most``.
-    """
-    words = json_words(data.decode("utf-8", "replace"))
-    if words > most:
-        raise _too_many("values")
-    return words
 
 
 def _parsed(data: bytes, left: Counter[str]) -> Any:
@@ -147,14 +135,13 @@ def _parsed(data: bytes, left: Counter[str]) -> Any:
     return value
 
 
-def _check_entries(value: Any, depth: int = _DEPTH) -> None:
-    """Refuse a list or object with too many entries, as some are made to exhaust the memory."""
+def _check_entries(value: Any, depth: int = 8) -> None:
+    """Refuse a list or object with too many entries: each becomes more than its words."""
     entries = value.values() if isinstance(value, dict) else _list(value)
     if len(entries) > _MOST_ENTRIES:
         raise _too_many("entries in a list")
     for each in entries if depth else ():
-        if isinstance(each, dict | list):
-            _check_entries(each, depth - 1)
+        _check_entries(each, depth - 1)
 
 
 def _too_many(what: str) -> StorageError:

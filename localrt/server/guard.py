@@ -59,8 +59,7 @@ _LATE = 408
 _MOST_DISCARDED = 256 << 20  # most bytes of a refused body to read and discard
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
-# Unless an answer has its own: browsers keep none on the disk, guess no types, and let no page of
-# another origin load one as a script or picture. The pages that --cors allows read with CORS.
+# Browsers keep no answer, guess no type, and show none in other sites' pages but with CORS.
 _PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 

@@ -20,7 +20,7 @@ import pytest
 from localrt.mcp import connection
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 from localrt.mcp.servers import ToolServers
-from tests.fake_endpoint import Asked, fake, nobody
+from tests.fake_endpoint import MOST, Asked, answer_head, endless, fake, nobody
 from tests.waits import wait_for
 
 SERVER = str(Path(__file__).with_name("server.py"))
@@ -155,7 +155,6 @@ def test_late_answers_and_restarts(started: Callable[..., ToolServers]) -> None:
 
 # -- servers that send too much --------------------------------------------------------------------
 
-MOST = 1 << 20  # bytes of a message, in these tests
 TOO_MUCH = "sent more than 1 MB, or too many values, at once"
 MANY = b"[],"
 
@@ -183,37 +182,18 @@ def test_too_large_a_result_ends_its_server_alone(
             assert call(servers, name, "add", a=1, b=2) == ToolResult("3")
 
 
-def endless(piece: bytes, head: bytes = b"") -> Callable[[Asked, socket.socket], None]:
-    """Sends this again and again, but no more than three times what may be read."""
-
-    def answer(asked: Asked, connection: socket.socket) -> None:
-        connection.sendall(head)
-        for _ in range(0, 3 * MOST, len(piece)):
-            connection.sendall(piece)
-
-    return answer
-
-
-def body(kind: str, **headers: str) -> bytes:
-    lines = {"Content-Type": kind, **headers}
-    return b"HTTP/1.1 200 OK\r\n%s\r\n" % b"".join(
-        b"%s: %s\r\n" % (name.replace("_", "-").encode(), value.encode())
-        for name, value in lines.items()
-    )
-
-
 JSON, EVENTS = "application/json", "text/event-stream"
 PACKED = gzip.compress(bytes(MOST))
 PACKED_LINE = "sends compressed answers, for which nobody asked"
 HOSTILE: dict[str, tuple[Callable[[Asked, socket.socket], bytes | None], str]] = {
-    "body": (endless(b" " * 9999, body(JSON)), TOO_MUCH),
-    "one text": (endless(b"x" * 9999, body(JSON) + b'"'), TOO_MUCH),
-    "lines": (endless(b"\n" * 9999, body(JSON)), TOO_MUCH),
-    "values": (lambda *_: body(JSON) + b"[" + MANY * (MOST // 64) + b"1]", TOO_MUCH),
-    "event": (endless(b"x" * 9999, body(EVENTS) + b"data: "), TOO_MUCH),
-    "lines of an event": (endless(b"data: x\n", body(EVENTS)), TOO_MUCH),
+    "body": (endless(b" " * 9999, answer_head(JSON)), TOO_MUCH),
+    "one text": (endless(b"x" * 9999, answer_head(JSON) + b'"'), TOO_MUCH),
+    "lines": (endless(b"\n" * 9999, answer_head(JSON)), TOO_MUCH),
+    "values": (lambda *_: answer_head(JSON) + b"[" + MANY * (MOST // 64) + b"1]", TOO_MUCH),
+    "event": (endless(b"x" * 9999, answer_head(EVENTS) + b"data: "), TOO_MUCH),
+    "lines of an event": (endless(b"data: x\n", answer_head(EVENTS)), TOO_MUCH),
     "values of an event": (
-        lambda *_: body(EVENTS) + b"data: [" + MANY * (MOST // 64) + b"1]\n\n",
+        lambda *_: answer_head(EVENTS) + b"data: [" + MANY * (MOST // 64) + b"1]\n\n",
         TOO_MUCH,
     ),
     "redirect": (
@@ -221,11 +201,11 @@ HOSTILE: dict[str, tuple[Callable[[Asked, socket.socket], bytes | None], str]] =
         TOO_MUCH,
     ),
     "refusal": (
-        endless(b"x" * 9999, body(JSON).replace(b"200 OK", b"400 No")),
+        endless(b"x" * 9999, answer_head(JSON, 400)),
         TOO_MUCH,
     ),
-    "gzip": (lambda *_: body(JSON, Content_Encoding="gzip") + PACKED, PACKED_LINE),
-    "gzip events": (lambda *_: body(EVENTS, Content_Encoding="gzip") + PACKED, PACKED_LINE),
+    "gzip": (lambda *_: answer_head(JSON, Content_Encoding="gzip") + PACKED, PACKED_LINE),
+    "gzip events": (lambda *_: answer_head(EVENTS, Content_Encoding="gzip") + PACKED, PACKED_LINE),
     "head": (endless(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"), "cannot be reached at URL: "),
 }
 
@@ -242,7 +222,7 @@ def test_drip(started: Callable[..., ToolServers], small: None) -> None:
     """An answer that does not end within the time, though something comes all the time."""
 
     def answer(asked: Asked, connection: socket.socket) -> None:
-        connection.sendall(body(JSON))
+        connection.sendall(answer_head(JSON))
         while not server.over.wait(0.01):
             connection.sendall(b" ")
 
