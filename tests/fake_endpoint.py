@@ -53,6 +53,7 @@ class Fake:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._connections: list[socket.socket] = []
         self.over = threading.Event()
         self._threads[0].start()
 
@@ -62,8 +63,9 @@ class Fake:
 
     def close(self) -> None:
         self.over.set()
-        with suppress(OSError):  # not everywhere does this wake who waits
-            self._listening.shutdown(socket.SHUT_RDWR)
+        for each in (self._listening, *self._connections):
+            with suppress(OSError):  # not everywhere does this wake who waits
+                each.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for thread in self._threads:
             thread.join(10)
@@ -74,6 +76,7 @@ class Fake:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
+            self._connections.append(connection)
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             self._threads.append(thread)
             thread.start()

@@ -23,6 +23,7 @@ from localrt.engine.types import FinishReason, Metrics, ToolCall
 
 _SHORTEST_S = 0.05  # pieces that come faster arrived together: no rate can be measured
 _LONGEST_EVENT = 16 << 20
+_LONGEST_ANSWER = 256 << 20  # of all events, a million tokens
 _NO_PROTOCOL = "does not speak OpenAI's protocol: is the address right? It often ends in /v1"
 
 
@@ -36,7 +37,11 @@ def events(pieces: Iterable[bytes], address: Address) -> Iterator[dict[str, Any]
         LocalrtError: the response is not such a stream.
     """
     data: list[bytes] = []
+    nbytes = 0
     for line in _lines(pieces, address):
+        nbytes = nbytes + len(line) if line else 0
+        if nbytes > _LONGEST_EVENT:
+            raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
         if line.startswith(b"data:"):
             data.append(line[5:].removeprefix(b" "))
         elif not line and data:
@@ -51,10 +56,13 @@ def events(pieces: Iterable[bytes], address: Address) -> Iterator[dict[str, Any]
 
 def _lines(pieces: Iterable[bytes], address: Address) -> Iterator[bytes]:
     """Yield lines without their ends; the last one need not have an end."""
-    rest = bytearray()
+    rest, nbytes = bytearray(), 0
     for piece in pieces:
         start = len(rest)
         rest += piece
+        nbytes += len(piece)
+        if nbytes > _LONGEST_ANSWER:
+            raise LocalrtError(f"the answer of {address.origin} has no end: what came is kept")
         if b"\n" in piece:
             *lines, last = bytes(rest).split(b"\n")
             yield from (line.removesuffix(b"\r") for line in lines)
