@@ -159,7 +159,7 @@ def _response(
                 if response.is_error:
                     response.close()  # before its text is read, which may have no end
                 hf_raise_for_status(response)
-                if "content-encoding" in response.headers:
+                if response.headers.get("content-encoding", "identity") != "identity":
                     raise HubError(f"{settings.hub_endpoint} sends compressed answers, unasked")
                 yield response
                 return

@@ -187,7 +187,7 @@ class Connection:
 
     async def _limit(self, response: Response) -> None:
         """Limit the body of a response, JSON or events."""
-        if "content-encoding" in response.headers:
+        if response.headers.get("content-encoding", "identity") != "identity":
             self._refuse("sends compressed answers, for which nobody asked")
             raise StreamError("it is compressed")
         events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
@@ -247,7 +247,8 @@ class _Room:
         self._last = data[-1:]
         for number, part in enumerate(data.split(self._end) if self._end else [data]):
             words = json_words(part.decode("latin-1"), math.inf)
-            self._taken = len(part) + _MOST_BYTES / MOST_WORDS * words + (not number) * self._taken
+            self._taken = self._taken if number == 0 else 0.0
+            self._taken += len(part) + words * _MOST_BYTES / MOST_WORDS
             if self._taken > _MOST_BYTES:
                 self._refuse(f"sent more than {_MOST_BYTES >> 20} MB, or too many values, at once")
                 return False

@@ -60,7 +60,7 @@ _MOST_DISCARDED = 256 << 20  # most bytes of a refused body to read and discard
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
 # Browsers keep no answer, guess no type, and show none in other sites' pages but with CORS.
-_PRIVATE = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
+_PRIVATE = {b"cache-control": b"no-store", b"x-content-type-options": b"nosniff"}
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -89,8 +89,8 @@ class Guard:
     ) -> None:
         self._app, self._service, self._log = app, service, log
         self._paths = Paths(paths)
-        shared = "cross-origin" if "*" in service.options.origins else "same-origin"
-        self._headers = _PRIVATE | {"cross-origin-resource-policy": shared}
+        shared = b"cross-origin" if "*" in service.options.origins else b"same-origin"
+        self._headers = _PRIVATE | {b"cross-origin-resource-policy": shared}
         self._answered: ASGIApp = self._answer
         if service.options.origins:  # pages may read error responses, too
             self._answered = CORSMiddleware(
@@ -116,11 +116,11 @@ class Guard:
         async def watched(message: Message) -> None:
             nonlocal status, whole
             if message["type"] == "http.response.start":
-                own = self._headers | dict.fromkeys(_ID_HEADERS, request_id)
-                found = {name for name, _ in message.get("headers", ())}
-                added = [
-                    (n.encode(), v.encode()) for n, v in own.items() if n.encode() not in found
-                ]
+                own = dict(message.get("headers", ()))
+                ours = self._headers | dict.fromkeys(
+                    map(str.encode, _ID_HEADERS), request_id.encode()
+                )
+                added = [(name, value) for name, value in ours.items() if name not in own]
                 if message["status"] >= 400 and message["status"] != _LATE:
                     await body.discard(self._service.options.read_timeout_s)
                     added += [] if body.ended else [(b"connection", b"close")]
@@ -281,13 +281,10 @@ def _check_page(scope: Scope, headers: Mapping[str, str], options: ServeOptions)
     if "*" in options.origins or origin in options.origins:
         return
     if origin is None:
-        asked = [headers.get(f"sec-fetch-{name}") for name in ("site", "mode", "dest")]
-        opens = asked[1:] == ["navigate", "document"] and scope["method"] == "GET"
-        if asked[0] in ("cross-site", "same-site") and not (opens and scope["path"] == "/"):
-            raise ApiError(
-                403,
-                "pages of other sites are refused: name them with --cors, and let them use CORS",
-            )
+        foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        opens = scope["path"] == "/" and headers.get("sec-fetch-dest") == "document"
+        if foreign and not opens:
+            raise ApiError(403, "pages of other sites are refused: name them with --cors")
         return
     if not host or _split(origin).netloc.lower() != host.lower():
         raise ApiError(
