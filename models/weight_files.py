@@ -8,12 +8,13 @@ opens only the index, so that the same code serves hub, cache and folder.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from glob import escape
 from pathlib import Path
+
+from localrt.common.files import MOST_WORDS, parse_json
 
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -29,6 +30,7 @@ PARTIAL_NAME = "manifest.partial.json"
 STORED_ENCODER = "vision"
 """A store's folder of its encoder: a model's folder without a decoder, or an ``mmproj`` file."""
 
+_MOST_WORDS = 8 * MOST_WORDS  # of an index: models with a trillion weights have 300,000 tensors
 _NUMBERED = re.compile(r"(?P<stem>.+)-(?P<part>\d+)-of-(?P<parts>\d+)\.safetensors")
 _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 _DRAFTS = re.compile(
@@ -159,9 +161,9 @@ def _words(path: str) -> list[str]:
 def index_shards(folder: Path) -> frozenset[str] | None:
     """The files that the folder's index lists; None without a readable index."""
     try:
-        index = json.loads((folder / INDEX_NAME).read_text(encoding="utf-8"))
+        index = parse_json((folder / INDEX_NAME).read_text(encoding="utf-8"), _MOST_WORDS)
         return frozenset(map(str, index["weight_map"].values()))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
 
 

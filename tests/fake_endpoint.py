@@ -13,8 +13,8 @@ from typing import Any, BinaryIO
 from localrt import system
 
 __all__ = [
-    *("DONE", "HEAD", "Asked", "Fake", "delta", "event", "fake", "listed", "nobody", "saying"),
-    "whole",
+    *("DONE", "HEAD", "MOST", "Asked", "Fake", "answer_head", "delta", "endless", "event", "fake"),
+    *("listed", "nobody", "saying", "whole"),
 ]
 
 
@@ -53,6 +53,7 @@ class Fake:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listening.getsockname()[1]
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._connections: list[socket.socket] = []
         self.over = threading.Event()
         self._threads[0].start()
 
@@ -62,8 +63,9 @@ class Fake:
 
     def close(self) -> None:
         self.over.set()
-        with suppress(OSError):  # not everywhere does this wake who waits
-            self._listening.shutdown(socket.SHUT_RDWR)
+        for each in (self._listening, *self._connections):
+            with suppress(OSError):  # not everywhere does this wake who waits
+                each.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         for thread in self._threads:
             thread.join(10)
@@ -74,6 +76,7 @@ class Fake:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
+            self._connections.append(connection)
             thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -119,6 +122,27 @@ def whole(status: int, body: Any = b"", kind: str = "application/json", **header
 
 def listed(*names: str, **more: Any) -> bytes:
     return whole(200, {"object": "list", "data": [{"id": name, **more} for name in names]})
+
+
+MOST = 1 << 20  # bytes that tests of limits let be read
+
+
+def endless(piece: bytes, head: bytes = b"") -> Callable[[Asked, socket.socket], None]:
+    """Sends this again and again, but no more than three times what may be read."""
+
+    def answer(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(head)
+        for _ in range(0, 3 * MOST, len(piece)):
+            connection.sendall(piece)
+
+    return answer
+
+
+def answer_head(kind: str, status: int = 200, **headers: str) -> bytes:
+    """The head of an answer that ends with its connection."""
+    lines = [f"HTTP/1.1 {status} Said", f"Content-Type: {kind}"]
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
+    return "\r\n".join(lines).encode() + b"\r\n\r\n"
 
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"

@@ -16,12 +16,14 @@ from typing import Any, cast
 from localrt.chat_format.thinking import CLOSE, OPEN
 from localrt.client.servers import Address
 from localrt.common.errors import ContextOverflowError, LocalrtError
+from localrt.common.files import parse_json
 from localrt.common.formatting import one_line
 from localrt.common.option_names import option
 from localrt.engine.types import FinishReason, Metrics, ToolCall
 
 _SHORTEST_S = 0.05  # pieces that come faster arrived together: no rate can be measured
 _LONGEST_EVENT = 16 << 20
+_LONGEST_ANSWER = 256 << 20  # of all events, a million tokens
 _NO_PROTOCOL = "does not speak OpenAI's protocol: is the address right? It often ends in /v1"
 
 
@@ -35,7 +37,11 @@ def events(pieces: Iterable[bytes], address: Address) -> Iterator[dict[str, Any]
         LocalrtError: the response is not such a stream.
     """
     data: list[bytes] = []
+    nbytes = 0
     for line in _lines(pieces, address):
+        nbytes = nbytes + len(line) if line else 0
+        if nbytes > _LONGEST_EVENT:
+            raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
         if line.startswith(b"data:"):
             data.append(line[5:].removeprefix(b" "))
         elif not line and data:
@@ -50,10 +56,13 @@ def events(pieces: Iterable[bytes], address: Address) -> Iterator[dict[str, Any]
 
 def _lines(pieces: Iterable[bytes], address: Address) -> Iterator[bytes]:
     """Yield lines without their ends; the last one need not have an end."""
-    rest = bytearray()
+    rest, nbytes = bytearray(), 0
     for piece in pieces:
         start = len(rest)
         rest += piece
+        nbytes += len(piece)
+        if nbytes > _LONGEST_ANSWER:
+            raise LocalrtError(f"the answer of {address.origin} has no end: what came is kept")
         if b"\n" in piece:
             *lines, last = bytes(rest).split(b"\n")
             yield from (line.removesuffix(b"\r") for line in lines)
@@ -65,8 +74,8 @@ def _lines(pieces: Iterable[bytes], address: Address) -> Iterator[bytes]:
 
 def _object(text: bytes, address: Address) -> dict[str, object]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         found = None
     if not isinstance(found, dict):
         raise LocalrtError(f"{address.origin} {_NO_PROTOCOL}")
@@ -295,8 +304,8 @@ def refusal(address: Address, status: int, headers: Mapping[str, str], body: byt
 def _told(body: bytes) -> tuple[str, str]:
     """Return an error's message and code, or empty strings if it is not JSON."""
     try:
-        found = json.loads(body)
-    except (ValueError, RecursionError):
+        found = parse_json(body)
+    except ValueError:
         return "", ""
     error = _mapping(found)
     error = error.get("error", error)

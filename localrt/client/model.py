@@ -31,6 +31,7 @@ from localrt.history.pictures import read_picture
 from localrt.service.status import ModelInfo
 
 _LOCAL_ANSWER_S = 10.0  # for a server on this machine
+_LIST_S = 60.0
 _LONGEST_LIST = 8 << 20
 _LONGEST_REFUSAL = 64 << 10
 _BECAUSE_OF_TOOLS = (400, 422, 500, 501)  # in a server's refusal of tools
@@ -80,16 +81,27 @@ def connect(
 
 
 def list_remote(
-    address: Address, *, look: Callable[[], None] = lambda: None, required: bool = True
+    address: Address,
+    *,
+    look: Callable[[], None] = lambda: None,
+    required: bool = True,
+    most_s: float = _LIST_S,
 ) -> list[ListedModel]:
-    """Return the models of a server; ``look`` may raise to stop waiting.
+    """Return the models of a server within ``most_s``; ``look`` may raise to stop waiting.
 
     Not every server lists them: unless the list is ``required``, it is then empty.
 
     Raises:
         LocalrtError: it cannot be reached, refuses, or speaks another protocol.
     """
-    with Exchange(address, "GET", address.base + "/models", look=look) as exchange:
+    end = time.monotonic() + most_s
+
+    def look_until() -> None:
+        look()
+        if time.monotonic() > end:
+            raise LocalrtError(f"{address.origin} does not answer within {most_s:g} s")
+
+    with Exchange(address, "GET", address.base + "/models", look=look_until) as exchange:
         head = exchange.head()
         body = exchange.read(_LONGEST_LIST if head.status_code == 200 else _LONGEST_REFUSAL)
     if head.status_code == 200:
@@ -105,13 +117,7 @@ def models_of(server: LocalServer) -> list[ListedModel]:
     Raises:
         LocalrtError: it does not answer: it is starting, suspended, or gone.
     """
-    end = time.monotonic() + _LOCAL_ANSWER_S
-
-    def look() -> None:
-        if time.monotonic() > end:
-            raise LocalrtError(f"{server.url} does not answer within {_LOCAL_ANSWER_S:g} s")
-
-    return list_remote(read_address(server.url, server.key), look=look)
+    return list_remote(read_address(server.url, server.key), most_s=_LOCAL_ANSWER_S)
 
 
 def load_at(server: LocalServer, name: str) -> ListedModel:

@@ -12,7 +12,9 @@ import errno
 import glob
 import io
 import json
+import math
 import os
+import re
 import shutil
 import stat
 import threading
@@ -30,6 +32,11 @@ from localrt.common.errors import CancelledError, OptionError, StorageError, rea
 MOST_BYTES = 256 << 20
 """The largest size of a file that a user names, and of stdin."""
 
+MOST_WORDS = 2 << 20
+"""The most memory for the values of a JSON text, in words of up to 30 bytes: a number takes one, a
+string two, a list or an object eight. That is enough for the token ids of a long prompt.
+"""
+
 PAGE = 4096
 """Offsets, sizes and addresses of direct reads are multiples of this many bytes."""
 
@@ -41,6 +48,7 @@ _STALE_S = 86_400.0  # a writer that pauses longer has been killed
 _POLL_S = 0.02
 _PIECE = 1 << 20  # bytes
 _NAME_CHARACTERS = 40  # file systems allow names of 255 bytes
+_JSON_STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
 @contextmanager
@@ -145,12 +153,25 @@ def write_text(
     write_bytes(path, data, private=private, sync=sync, folder=folder)
 
 
-def parse_json(text: str | bytes) -> Any:
-    """``json.loads``, whose ``ValueError`` also says that a value is nested too deeply."""
+def parse_json(text: str | bytes, most: int = MOST_WORDS, **hooks: Any) -> Any:
+    """``json.loads``, whose ``ValueError`` also says that values are too many or nested too deeply:
+    little text can take much memory.
+    """
+    if isinstance(text, bytes):
+        text = text.decode(json.detect_encoding(text), "surrogatepass")  # as ``json.loads``
+    if json_words(text, most) > most:
+        raise ValueError("it has too many values")
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def json_words(text: str, enough: float = 0) -> int:
+    """An estimate of a JSON text's ``MOST_WORDS``; up to ``enough`` it may be too high."""
+    marks = {",": 1, ":": 1, '"': 1, "[": 8, "{": 8}
+    words = sum(text.count(mark) * words for mark, words in marks.items())
+    return words if words <= enough else json_words(_JSON_STRING.sub('""', text), math.inf)
 
 
 def read_cached(path: Path) -> dict[str, Any]:

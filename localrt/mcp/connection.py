@@ -6,18 +6,22 @@ It runs in the event loop of ``servers.py``, and is imported only there, because
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
+import math
 import os
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import TextIO
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextvars import ContextVar
+from encodings import utf_8
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import mcp
 from anyio.streams.memory import MemoryObjectReceiveStream
-from httpx2 import AsyncClient, Timeout
+from httpx2 import AsyncByteStream, AsyncClient, Response, StreamError, Timeout
 from mcp import types
 from mcp.client import Transport
 from mcp.client._transport import TransportStreams
@@ -26,13 +30,17 @@ from mcp.client.streamable_http import streamable_http_client
 
 from localrt import system
 from localrt.common.errors import reason_of
+from localrt.common.files import MOST_WORDS, json_words
 from localrt.common.formatting import one_line
 from localrt.common.network import network_problem
 from localrt.common.processes import program_path
 from localrt.common.version import __version__
 from localrt.mcp.config import ServerConfig, ServerStatus, Tool, ToolResult
 
-_MOST_PAGES = 100  # of the list of tools
+_MOST_PAGES = 20  # of the list of tools
+_MOST_BYTES = 16 << 20  # of a message; results hold pictures too
+_LINES = "localrt_mcp_lines"  # a codec: the SDK has no limit for lines, and decodes all of them
+_reading: ContextVar[Callable[[str], None]] = ContextVar("reading")  # tells whose lines are refused
 _LAST_WORDS = 4096  # bytes of a server's stderr that may say why it ended
 _CONNECT_SECONDS = 10.0
 _INFO = types.Implementation(name="localrt", version=__version__)
@@ -50,6 +58,8 @@ class Connection:
         self._reading = threading.Lock()  # any thread reads stderr, which is not closed meanwhile
         self._stderr: TextIO | None = None
         self._words = ""
+        self._refused = ""  # why what the server sent was not read
+        self._patience = asyncio.timeout(None)  # with its start
         self._settled = asyncio.Event()  # set once the server runs or has failed
         self._over = asyncio.Event()
         self._wanted = asyncio.Event()
@@ -73,18 +83,19 @@ class Connection:
         while True:
             self._status = ServerStatus(self._config.name, "starting")
             self._over.clear()
+            self._refused = ""
             try:
                 async with AsyncExitStack() as stack:
-                    async with asyncio.timeout(self._config.timeout):
+                    async with asyncio.timeout(self._config.timeout) as self._patience:
                         client = await stack.enter_async_context(self._opened())
                         self._tools = await self._listed(client)
                     self._client = client
                     self._status = ServerStatus(self._config.name, "ready", self._tools)
                     self._settled.set()
                     await self._over.wait()
-                    problem = self._ended()
+                    problem = self._refused or self._ended()
             except TimeoutError:
-                problem = f"did not start within {self._config.timeout:g} s"
+                problem = self._refused or f"did not start within {self._config.timeout:g} s"
             except Exception as error:  # noqa: BLE001 - a server's failure is told, whatever it is
                 problem = self._explained(error)
             self._client = None
@@ -94,7 +105,7 @@ class Connection:
             await self._wanted.wait()
             self._wanted.clear()
 
-    async def call(self, tool: str, arguments: Mapping[str, object], most: int) -> ToolResult:
+    async def call(self, tool: Tool, arguments: Mapping[str, object], most: int) -> ToolResult:
         """Call a tool; return a result of at most ``most`` characters, for failures too."""
         name, timeout = self._config.name, self._config.timeout
         try:
@@ -104,11 +115,15 @@ class Connection:
                 await self._settled.wait()
                 if self._client is None:
                     return ToolResult(f"The server {name} {self.status.problem}.", "failed")
-                found = await self._client.call_tool(tool, dict(arguments))
+                if tool not in self._tools:  # what was allowed is not what would run
+                    text = f"The server {name} has changed {tool.name}: see it, and call it again."
+                    return ToolResult(text, "failed")
+                found = await self._client.call_tool(tool.name, dict(arguments))
         except TimeoutError:
             return ToolResult(f"The server {name} did not answer within {timeout:g} s.", "failed")
         except Exception as error:  # noqa: BLE001 - the model is told, and may try otherwise
-            if isinstance(error, mcp.MCPError) and error.code != types.CONNECTION_CLOSED:
+            closed = isinstance(error, mcp.MCPError) and error.code == types.CONNECTION_CLOSED
+            if isinstance(error, mcp.MCPError) and not (closed or self._refused):
                 return ToolResult(f"The server {name} says: {error.message}", "failed").cut(most)
             self._over.set()
             return ToolResult(f"The server {name} {self._explained(error)}.", "failed")
@@ -119,18 +134,24 @@ class Connection:
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[mcp.Client]:
         config = self._config
+        _reading.set(self._refuse)
         async with AsyncExitStack() as stack:
             if config.url:
                 timeout = Timeout(config.timeout, connect=_CONNECT_SECONDS)
-                http = AsyncClient(headers=dict(config.headers), timeout=timeout)
+                headers = {**config.headers, "Accept-Encoding": "identity"}
+                hooks = {"response": [self._limit]}
+                http = AsyncClient(headers=headers, timeout=timeout, event_hooks=hooks)
                 await stack.enter_async_context(http)
-                transport = streamable_http_client(config.url, http_client=http)
+                transport = streamable_http_client(
+                    config.url, http_client=http, max_sse_event_size=_MOST_BYTES
+                )
             else:
                 program = program_path(config.command, config.env.get("PATH"))
                 if program is None:
                     raise FileNotFoundError("no program in PATH, nor an absolute path to one")
+                args, env = list(config.args), dict(config.env)
                 server = mcp.StdioServerParameters(
-                    command=program, args=list(config.args), env=dict(config.env)
+                    command=program, args=args, env=env, encoding=_LINES
                 )
                 transport = stdio_client(server, stack.enter_context(self._kept_words()))
             client = mcp.Client(self._watched(transport), client_info=_INFO)
@@ -161,6 +182,22 @@ class Connection:
             stream.statistics().open_send_streams == 0
         )
 
+    def _refuse(self, why: str) -> None:
+        """End the server because of what it sent; the next call restarts it."""
+        self._refused = why
+        self._over.set()
+        with suppress(RuntimeError):  # it has started
+            self._patience.reschedule(0)
+
+    async def _limit(self, response: Response) -> None:
+        """Limit the body of a response, JSON or events."""
+        if response.headers.get("content-encoding", "identity") != "identity":
+            self._refuse("sends compressed answers, for which nobody asked")
+            raise StreamError("it is compressed")
+        events = response.headers.get("content-type", "").lower().startswith("text/event-stream")
+        room = _Room(b"\n\n" if events else None, self._refuse)
+        response.stream = _Body(response.stream, room)
+
     def _ended(self) -> str:
         """Return ``ended: LAST LINE OF STDERR``."""
         with self._reading:
@@ -171,6 +208,8 @@ class Connection:
         """Say why a server cannot be used; the text follows its name in a sentence."""
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        if self._refused:
+            return self._refused
         if isinstance(error, mcp.MCPError):
             if error.code == types.CONNECTION_CLOSED:
                 return self._ended()
@@ -196,6 +235,58 @@ class Connection:
             if (cursor := page.next_cursor) is None:
                 break
         return tuple(found)
+
+
+class _Room:
+    """Limits each message of a server before the SDK parses it: its bytes, and the memory of its
+    values, estimated as if texts were JSON too. ``end`` ends a message, unless there is only one.
+    """
+
+    def __init__(self, end: bytes | None, refuse: Callable[[str], None]) -> None:
+        self._end, self._last, self._taken, self._refuse = end, b"", 0.0, refuse
+
+    def takes(self, piece: bytes) -> bool:
+        """Whether the messages of this piece are small enough so far."""
+        data = self._last + piece.replace(b"\r", b"")
+        self._last = data[-1:]
+        for number, part in enumerate(data.split(self._end) if self._end else [data]):
+            words = json_words(part.decode("latin-1"), math.inf)
+            self._taken = self._taken if number == 0 else 0.0
+            self._taken += len(part) + words * _MOST_BYTES / MOST_WORDS
+            if self._taken > _MOST_BYTES:
+                self._refuse(f"sent more than {_MOST_BYTES >> 20} MB, or too many values, at once")
+                return False
+        return True
+
+
+class _Body(AsyncByteStream):
+    def __init__(self, stream: Any, room: _Room) -> None:
+        self._stream, self._room = stream, room
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for piece in self._stream:
+            if not self._room.takes(piece):
+                raise StreamError("it is too large")
+            yield piece
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class _Lines(utf_8.IncrementalDecoder):
+    """UTF-8 in lines; after one that is too large the rest is left out."""
+
+    def __init__(self, errors: str = "strict") -> None:
+        super().__init__(errors)
+        self._room, self._is_open = _Room(b"\n", _reading.get()), True
+
+    def decode(self, data: Any, final: bool = False) -> str:
+        self._is_open = self._is_open and self._room.takes(data)
+        return super().decode(data, final) if self._is_open else ""
+
+
+_CODEC = codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=_Lines, name=_LINES)
+codecs.register(lambda name: _CODEC if name == _LINES else None)
 
 
 def _last_line(file: TextIO) -> str:

@@ -68,7 +68,7 @@ class ToolServers:
         A failed call is a result too, not an exception. Cancelling the future stops the call.
         """
         assert self._loop is not None, "a tool is known once its server has started"
-        call = self._connections[tool.server].call(tool.name, arguments, most)
+        call = self._connections[tool.server].call(tool, arguments, most)
         return asyncio.run_coroutine_threadsafe(call, self._loop)
 
     def close(self) -> None:

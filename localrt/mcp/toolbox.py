@@ -52,7 +52,8 @@ class Toolbox:
     def __init__(self, servers: ToolServers, notes: Sequence[str] = ()) -> None:
         self.servers = servers
         self._configs = {config.name: config for config in servers.configs}
-        self._allowed: set[tuple[str, str, str]] = set()  # by the user: conversation, server, tool
+        self._allowed: list[tuple[str, Tool]] = []  # by the user: conversation, tool as described
+        self._first: dict[str, Tool] = {}  # by title: tools as they were first described
         self.without_tools: set[str] = set()  # models without tools, once the user was told
         self._news = list(notes)
         self._told: dict[str, str] = {}
@@ -91,9 +92,15 @@ class Toolbox:
 
     @property
     def offered(self) -> dict[str, Tool]:
-        """The tools that a model may call, by the names that it gets."""
-        every = [tool for status in self.servers.statuses for tool in status.tools]
-        return model_names([t for t in every if self._configs[t.server].offers(t.name)])
+        """The tools that a model may call, by the names that it gets. Of two that a server calls
+        the same, this is the first.
+        """
+        found: dict[str, Tool] = {}
+        for tool in (tool for status in self.servers.statuses for tool in status.tools):
+            if self._configs[tool.server].offers(tool.name):
+                found.setdefault(tool.title, tool)
+        self._first = found | self._first
+        return model_names([*found.values()])
 
     def definitions(self) -> list[dict[str, object]]:
         """Return the offered tools in OpenAI's format."""
@@ -126,13 +133,21 @@ class Toolbox:
             return PendingCall(
                 call.id, call.name, tool, problem="The arguments must be a JSON object."
             )
-        allowed = self._configs[tool.server].allows(tool.name)
-        allowed = allowed or (conversation, tool.server, tool.name) in self._allowed
-        return PendingCall(call.id, call.name, tool, arguments, asks=not allowed)
+        asks = self._permission(tool, conversation) == "asks"
+        return PendingCall(call.id, call.name, tool, arguments, asks=asks)
 
     def allow(self, tool: Tool, conversation: str) -> None:
-        """Let a tool run without a question in a conversation, until the app ends."""
-        self._allowed.add((conversation, tool.server, tool.name))
+        """Let a tool run without a question in a conversation, until the app ends or the server
+        describes it otherwise.
+        """
+        self._allowed.append((conversation, tool))
+
+    def _permission(self, tool: Tool, conversation: str) -> str:
+        """Settings name tools: that allows what such a tool was when the app began."""
+        if self._configs[tool.server].allows(tool.name) and self._first[tool.title] == tool:
+            return "allowed"
+        here = (conversation, tool) in self._allowed
+        return "allowed in this conversation" if here else "asks"
 
     def run(self, call: PendingCall, *, ctx: int = 0) -> Future[ToolResult]:
         """Run a call; the future never fails, and may be cancelled.
@@ -173,13 +188,11 @@ class Toolbox:
         )
 
     def _lines(self, status: ServerStatus, conversation: str) -> list[str]:
-        config = self._configs[status.name]
+        config, offered = self._configs[status.name], [*self.offered.values()]
         lines = [f"{status.name}: {status.problem or status.state}"]
         for tool in status.tools:
-            allowed = config.allows(tool.name)
-            here = (conversation, tool.server, tool.name) in self._allowed
-            state = "allowed" if allowed else "allowed in this conversation" if here else "asks"
-            state = state if config.offers(tool.name) else "denied"
+            state = "denied" if not config.offers(tool.name) else "left out: its name is taken"
+            state = self._permission(tool, conversation) if tool in offered else state
             about = (tool.description.strip().splitlines() or [""])[0]
             lines.append(f"  {tool.name} ({state})" + (f": {about}" if about else ""))
         return lines

@@ -13,17 +13,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 
+from localrt.common import files
 from localrt.server.errors import ApiError, invalid
 from localrt.server.options import ServeOptions
 from localrt.server.request_schema import RequestSchema
 
 _SMALL = 64 << 10
-# Memory of parsed values, in words of about 30 bytes: a number takes one, a string two, a list or
-# an object eight. The limit is two million words, as for the token ids of a long prompt.
-_MOST_WORDS = 2 << 20
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -115,12 +112,9 @@ def parse_json(data: bytes) -> object:
     """
     if not data:
         raise invalid("the body is empty: send JSON")
-    if _words(data, data.count) > _MOST_WORDS and _words(data, _outside(data)) > _MOST_WORDS:
-        raise invalid("the body has too many values: send fewer in one request")
     try:
-        value = json.loads(
-            data.decode("utf-8-sig"), parse_constant=_no_constant, parse_float=_finite
-        )
+        text = data.decode("utf-8-sig")
+        value = files.parse_json(text, parse_constant=_no_constant, parse_float=_finite)
         # An unpaired surrogate such as \ud83d: no tokenizer accepts it.
         return _whole_characters(value) if b"\\u" in data else value
     except UnicodeDecodeError as error:
@@ -129,22 +123,8 @@ def parse_json(data: bytes) -> object:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise invalid(f"the body is not JSON: {error.msg} at {where}") from error
-    except (ValueError, RecursionError) as error:
-        reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise invalid(f"the body is not JSON that can be read: {reason}") from error
-
-
-def _words(data: bytes, count: Callable[[bytes], int]) -> int:
-    """Estimate the words of memory for the values of ``data``; ``count`` counts separators."""
-    return count(b",") + count(b":") + data.count(b'"') + 8 * (count(b"[") + count(b"{"))
-
-
-def _outside(data: bytes) -> Callable[[bytes], int]:
-    """Return a function that counts a character outside strings, and lets other threads run."""
-    plain = data.replace(rb"\\", b"  ").replace(rb"\"", b"  ")
-    every = np.frombuffer(plain, np.uint8)
-    outside = np.bitwise_xor.accumulate((every == ord('"')).view(np.uint8)) == 0
-    return lambda mark: int(np.count_nonzero(outside & (every == ord(mark))))
+    except ValueError as error:
+        raise invalid(f"the body is not JSON that can be read: {error}") from error
 
 
 def _no_constant(name: str) -> object:

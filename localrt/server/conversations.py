@@ -338,7 +338,7 @@ async def follow(answers: Answers, request: Request, fields: Payload) -> Respons
     found = answers.running.get(_number(request.path_params["item"]))
     if not isinstance(found, ConversationAnswer):
         raise ApiError(404, "no answer with this id is being written by this server")
-    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    headers = {"X-Accel-Buffering": "no"}
     return StreamingResponse(found.follow(), headers=headers, media_type=EVENT_STREAM)
 
 

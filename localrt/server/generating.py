@@ -361,7 +361,7 @@ class _EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[bytes], kind: str, stack: AsyncExitStack, timeout_s: float
     ) -> None:
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        headers = {"X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type=kind)
         self._stack = stack
         self._timeout_s = timeout_s

@@ -59,6 +59,8 @@ _LATE = 408
 _MOST_DISCARDED = 256 << 20  # most bytes of a refused body to read and discard
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 _ID_HEADERS = ("x-request-id", "request-id")  # OpenAI's, Anthropic's
+# Browsers keep no answer, guess no type, and show none in other sites' pages but with CORS.
+_PRIVATE = {b"cache-control": b"no-store", b"x-content-type-options": b"nosniff"}
 _ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -87,6 +89,8 @@ class Guard:
     ) -> None:
         self._app, self._service, self._log = app, service, log
         self._paths = Paths(paths)
+        shared = b"cross-origin" if "*" in service.options.origins else b"same-origin"
+        self._headers = _PRIVATE | {b"cross-origin-resource-policy": shared}
         self._answered: ASGIApp = self._answer
         if service.options.origins:  # pages may read error responses, too
             self._answered = CORSMiddleware(
@@ -112,7 +116,11 @@ class Guard:
         async def watched(message: Message) -> None:
             nonlocal status, whole
             if message["type"] == "http.response.start":
-                added = [(name.encode(), request_id.encode()) for name in _ID_HEADERS]
+                own = dict(message.get("headers", ()))
+                ours = self._headers | dict.fromkeys(
+                    map(str.encode, _ID_HEADERS), request_id.encode()
+                )
+                added = [(name, value) for name, value in ours.items() if name not in own]
                 if message["status"] >= 400 and message["status"] != _LATE:
                     await body.discard(self._service.options.read_timeout_s)
                     added += [] if body.ended else [(b"connection", b"close")]
@@ -220,7 +228,7 @@ def _check(scope: Scope, options: ServeOptions) -> None:
     headers = Headers(scope=scope)
     _check_head(scope, options)
     if options.api_key is None:  # a page would not have the key
-        _check_page(headers, options)
+        _check_page(scope, headers, options)
     preflight = scope["method"] == "OPTIONS" and "origin" in headers
     if options.api_key is not None and scope["path"] not in _OPEN and not preflight:
         given = sent_key(headers).encode()
@@ -253,11 +261,13 @@ def _check_head(scope: Scope, options: ServeOptions) -> None:
         raise ApiError(431, message, headers=close)
 
 
-def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
+def _check_page(scope: Scope, headers: Mapping[str, str], options: ServeOptions) -> None:
     """Refuse web pages, which could reach a server on this machine through a browser.
 
     A browser sends the page's origin, and the name by which it reaches this server. If that is not
-    a name of this machine, the page's DNS name points here (DNS rebinding).
+    a name of this machine, the page's DNS name points here (DNS rebinding). Where it sends no
+    origin, as for pictures, whose times a page can take, it says whether the page is of this site.
+    A link of another site may open the chat page.
     """
     host = headers.get("host", "")
     name = _split(f"//{host}").hostname if "@" not in host else ""
@@ -268,7 +278,13 @@ def _check_page(headers: Mapping[str, str], options: ServeOptions) -> None:
             "Behind a reverse proxy, start it with --api-key",
         )
     origin = headers.get("origin")
-    if origin is None or "*" in options.origins or origin in options.origins:
+    if "*" in options.origins or origin in options.origins:
+        return
+    if origin is None:
+        foreign = headers.get("sec-fetch-site") in ("cross-site", "same-site")
+        opens = scope["path"] == "/" and headers.get("sec-fetch-dest") == "document"
+        if foreign and not opens:
+            raise ApiError(403, "pages of other sites are refused: name them with --cors")
         return
     if not host or _split(origin).netloc.lower() != host.lower():
         raise ApiError(

@@ -28,7 +28,6 @@ async def page(request: Request) -> Response:
         "Content-Security-Policy": policy,
         "Cache-Control": "no-cache",
         "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
         "Vary": "Accept",
     }
     return HTMLResponse(html, headers=headers)

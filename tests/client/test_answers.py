@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import shutil
 import socket
 import ssl
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +19,26 @@ from PIL import Image
 import localrt
 from localrt.cli import main
 from localrt.client.answer import events
-from localrt.client.model import connect
+from localrt.client.model import connect, list_remote
 from localrt.client.servers import read_address
 from localrt.common.errors import ContextOverflowError, LocalrtError, OptionError
 from localrt.service.arguments import joined
 from tests.client.conftest import KEY, answer
-from tests.fake_endpoint import DONE, HEAD, Asked, delta, event, fake, listed, nobody, saying, whole
+from tests.fake_endpoint import (
+    DONE,
+    HEAD,
+    MOST,
+    Asked,
+    answer_head,
+    delta,
+    endless,
+    event,
+    fake,
+    listed,
+    nobody,
+    saying,
+    whole,
+)
 from tests.server.conftest import Running, serving
 
 # -- our own server --------------------------------------------------------------------------------
@@ -348,6 +364,60 @@ def test_broken_stream_keeps_text(reply: bytes, said: str) -> None:
             came.extend(chunk.text for chunk in chat.stream("hi"))
         assert came == ["so far"]
         assert chat.messages[-1]["content"] == "so far"
+
+
+JSON, EVENTS = "application/json", "text/event-stream"
+PACKED = gzip.compress(b"data: " + b"x" * MOST)
+# how a server answers: what is said of its list of models, of its answer to a chat
+HOSTILE: dict[str, tuple[Callable[[Asked, socket.socket], bytes | None], str, str]] = {
+    "body": (endless(b" " * 9999, answer_head(JSON)), *["does not speak OpenAI's"] * 2),
+    "line": (endless(b"x" * 9999, HEAD + b"data: "), *["does not speak OpenAI's"] * 2),
+    "event": (endless(b"data: x\n", HEAD), *["does not speak OpenAI's"] * 2),
+    "values": (
+        lambda *_: HEAD + b"data: [" + b"[]," * 250_000 + b"0]\n\n",
+        *["does not speak OpenAI's"] * 2,
+    ),
+    "events": (endless(delta(content="x" * 999), HEAD), "does not speak OpenAI's", "has no end"),
+    "calls": (
+        endless(delta(tool_calls=[{"index": 0, "function": {"arguments": "x" * 999}}]), HEAD),
+        "does not speak OpenAI's",
+        "has no end",
+    ),
+    "gzip": (
+        lambda *_: answer_head(EVENTS, Content_Encoding="gzip") + PACKED,
+        "does not speak OpenAI's",
+        "ended in the middle",
+    ),
+    "refusal": (endless(b"x" * 9999, answer_head(JSON, 500)), *[r"failed \(500\)"] * 2),
+    "head": (endless(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"), *["does not speak HTTP"] * 2),
+}
+
+
+@pytest.mark.parametrize("way", HOSTILE)
+def test_hostile_servers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What has no end, or takes much memory, is one error."""
+    monkeypatch.setattr("localrt.client.model._LONGEST_LIST", MOST)
+    monkeypatch.setattr("localrt.client.answer._LONGEST_EVENT", MOST)
+    monkeypatch.setattr("localrt.client.answer._LONGEST_ANSWER", 2 * MOST)
+    reply, of_list, of_chat = HOSTILE[way]
+    with fake(reply) as running, pytest.raises(LocalrtError, match=of_list) as caught:
+        connect(running.url)
+    assert str(caught.value).isprintable()
+    with saying(reply) as running, connect(running.url) as remote:
+        with pytest.raises(LocalrtError, match=of_chat) as caught:
+            list(remote.chat().stream("hi"))
+        assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("head", [answer_head(JSON), b"HTTP/1.1 200 OK\r\nA: "])
+def test_list_that_drips(head: bytes) -> None:
+    def drip(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(head)
+        while not running.over.wait(0.01):
+            connection.sendall(b" ")
+
+    with fake(drip) as running, pytest.raises(LocalrtError, match=r"not answer within 0\.3 s"):
+        list_remote(read_address(running.url), most_s=0.3)
 
 
 def test_lost_end() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from localrt import Conversation, History, StorageError
+from localrt.common.files import json_words
 from localrt.history import importing
 from localrt.history.export import as_json
 from tests.history.test_history import history
@@ -210,6 +211,47 @@ def test_other_files(history: History, tmp_path: Path, data: bytes) -> None:
         history.load_file(path)
     with pytest.raises(StorageError, match="does not exist"):
         history.load_file(tmp_path / "b.json")
+
+
+MANY = 500  # for the limits of these tests
+# what a file has too much of: the file in the archive, or two of them
+BOMBS = {
+    "values": (["conversations.json"], b"[%s{}]" % (b"{}," * 700)),
+    "values of an object": (["a.json"], b'{"mapping": {"a": %s1}}' % (b'{"b":' * 600 + b"}" * 600)),
+    "values of two files": (["a.json", "b.json"], b"[%s]" % b",".join([b"[[[[]]]]"] * 100)),
+    "entries in a list": (["a.json"], b"[%s1]" % (b"1," * MANY)),
+    "entries in a list of messages": (["a.json"], b'[{"messages": [%s1]}]' % (b"1," * MANY)),
+    "lines": (["a.jsonl"], b"1\n" * (MANY + 1)),
+    "entries in a list of files": ([f"{number}.json" for number in range(MANY + 1)], b"1"),
+}
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_too_many_values(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """A small archive can hold more than fits in the memory."""
+    names, data = BOMBS[what]
+    monkeypatch.setattr(importing, "_MOST_WORDS", 5000)
+    monkeypatch.setattr(importing, "_MOST_ENTRIES", MANY)
+    plain, packed = tmp_path / "a.json", tmp_path / "a.zip"
+    plain.write_bytes(data)
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in names:
+            archive.writestr(name, data)
+    for path in (packed, plain) if len(names) == 1 else (packed,):
+        assert refusal(lambda path=path: history.load_file(path)) == (  # type: ignore[misc]
+            f"{path} cannot be read: it has too many {what.partition(' of ')[0]}: export fewer "
+            "conversations at once"
+        )
+    assert history.list() == []
+
+
+def test_room_for_real_exports() -> None:
+    """20,000 conversations of 18 messages in ChatGPT's form, which has most values."""
+    text = (EXPORTS / "chatgpt.json").read_text("utf-8")
+    messages = sum(len(each["mapping"]) for each in json.loads(text))
+    assert json_words(text) / messages * 18 * 20_000 < importing._MOST_WORDS
 
 
 def test_unpacked_size(history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

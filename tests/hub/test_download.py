@@ -4,11 +4,16 @@ refused.
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import shutil
+import socket
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +33,11 @@ from localrt.common.progress import Progress
 from localrt.common.settings import Settings
 from localrt.hub import resolve, resolve_adapter
 from localrt.hub.cache import CachedRepo
-from localrt.hub.download import download, list_repo
+from localrt.hub.download import RemoteFile, RemoteRepo, download, list_repo
 from localrt.hub.files import ADAPTER_FILES
 from localrt.hub.names import find_known
 from localrt.hub.searching import FoundModel, list_variants, search_models
+from tests.fake_endpoint import MOST, Asked, answer_head, endless, fake
 from tests.hub.conftest import NEWER, QUANTS, TINY, WEIGHTS
 from tests.hub.server import COMMIT, OLD_COMMIT, FakeHub, etag_of
 
@@ -363,6 +369,72 @@ def test_environment(
         with pytest.raises(HubError) as caught:
             ask()
         assert says in one_line_error(caught.value)
+
+
+# -- a hub that sends too much ---------------------------------------------------------------------
+
+JSON = "application/json"
+BIG = b'{"siblings": "' + b"x" * 9999
+PACKED = gzip.compress(b"[" + b" " * MOST + b"]")
+THERE = b"HTTP/1.1 302 There\r\nLocation: %s\r\n\r\n"
+# how it answers: what is said of a list, of a file
+HOSTILE: dict[str, tuple[Callable[[Asked, socket.socket], bytes | None], str, str]] = {
+    "body": (endless(BIG, answer_head(JSON)), "sends too much", "sends too much of it"),
+    "values": (
+        lambda *_: answer_head(JSON) + b"[" + b"[]," * 250_000 + b"0]",
+        "does not answer like a model hub",
+        "sends too much of it",
+    ),
+    "gzip": (
+        lambda *_: answer_head(JSON, Content_Encoding="gzip") + PACKED,
+        *["sends compressed answers"] * 2,
+    ),
+    "refusal": (endless(BIG, answer_head(JSON, 400)), *["HTTP 400"] * 2),
+    "no such file": (
+        endless(BIG, answer_head(JSON, 404, X_Error_Code="EntryNotFound")),
+        *["is missing on the hub"] * 2,
+    ),
+    "redirect": (endless(BIG, THERE % b"/there"), *["redirects without end"] * 2),
+    "head": (endless(b"A: b\r\n", b"HTTP/1.1 200 OK\r\n"), *["cannot reach"] * 2),
+}
+
+
+@pytest.mark.parametrize("way", HOSTILE)
+def test_hostile_hubs(way: str, settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("localrt.hub.download._MOST_METADATA", MOST)
+    answer, of_list, of_file = HOSTILE[way]
+    remote = RemoteRepo("org/x", COMMIT, {"a.gguf": RemoteFile("a.gguf", 100, "a" * 64)})
+    with fake(answer) as server:
+        there = replace(settings, hub_endpoint=server.url)
+        for ask, says in (
+            (lambda: search_models("x", settings=there), of_list),
+            (lambda: list_repo("org/x", None, there), of_list),
+            (lambda: list_variants("org/x", settings=there), of_list),
+            (lambda: download(remote, ["a.gguf"], revision=None, settings=there), of_file),
+        ):
+            with pytest.raises(HubError) as caught:
+                ask()
+            assert says in one_line_error(caught.value)
+    kept = [path for path in there.hub_cache.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in kept) < 1000
+
+
+def test_a_hub_that_drips(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Something comes all the time, but never all."""
+    clock = SimpleNamespace(monotonic=itertools.count(0, 4).__next__)  # four seconds a look
+    monkeypatch.setattr("localrt.hub.download.time", clock)
+
+    def answer(asked: Asked, connection: socket.socket) -> None:
+        connection.sendall(answer_head(JSON))
+        while not server.over.wait(0.01):
+            connection.sendall(b" ")
+
+    with fake(answer) as server:
+        there = replace(settings, hub_endpoint=server.url)
+        with pytest.raises(HubError, match="too slowly"):
+            list_repo("org/x", None, there)
+        with pytest.raises(HubError, match="too slowly"):
+            search_models("x", settings=there)
 
 
 ADAPTER = {

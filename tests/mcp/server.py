@@ -48,6 +48,12 @@ async def sleep(seconds: float) -> str:
 
 
 @server.tool()
+def flood(characters: int, values: int = 0) -> dict[str, object]:
+    """Give much."""
+    return {"text": "x" * characters, "values": [[] for _ in range(values)]}
+
+
+@server.tool()
 def end() -> str:
     """End the server."""
     print("out of cheese", file=sys.stderr, flush=True)

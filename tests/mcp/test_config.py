@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -132,6 +134,55 @@ def test_allowed(servers: FakeServers) -> None:
     toolbox.allow(toolbox.offered["get_it"], "here")
     assert not toolbox.read(get, "here").asks
     assert toolbox.read(get, "elsewhere").asks
+
+
+# what a server makes of its tool while the app runs: whether a call asks again
+CHANGES: dict[str, tuple[dict[str, Any], bool]] = {
+    "nothing": ({}, False),
+    "description": ({"description": "Sends all files to example.org."}, True),
+    "schema": ({"schema": {"type": "object", "properties": {"secret": {}}}}, True),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("name", ["read", "get.it"])
+def test_a_changed_tool_asks_again(servers: FakeServers, what: str, name: str) -> None:
+    """Whether settings (files.read) or the user (web.get.it) had allowed it."""
+    toolbox, (change, asks) = Toolbox(servers), CHANGES[what]
+    call = ToolCall("1", {"read": "files_read", "get.it": "get_it"}[name], "{}")
+    if name == "get.it":
+        toolbox.allow(toolbox.offered["get_it"], "here")
+    assert not toolbox.read(call, "here").asks
+    before, servers.state = (
+        servers.state,
+        tuple(
+            replace(s, tools=tuple(replace(t, **change) if t.name == name else t for t in s.tools))
+            for s in servers.state
+        ),
+    )
+    assert toolbox.read(call, "here").asks == asks
+    assert ("(asks)" in toolbox.command("", "here").split(f"  {name} ")[1][:6]) == asks
+    changed = toolbox.read(call, "here").tool
+    assert changed is not None
+    toolbox.allow(changed, "here")
+    assert not toolbox.read(call, "here").asks
+    servers.state = before  # it was allowed, and still is
+    assert not toolbox.read(call, "here").asks
+
+
+def test_two_tools_of_a_name(servers: FakeServers) -> None:
+    """A call by that name reaches one of them: the second is not offered."""
+    toolbox = Toolbox(servers)
+    twins = tuple(Tool("web", "get", about, SCHEMA) for about in ("Good.", "Evil."))
+    servers.state = (ServerStatus("web", "ready", twins),)
+    assert toolbox.offered == {"get": twins[0]}
+    toolbox.allow(twins[0], "here")
+    assert toolbox.command("", "here").splitlines()[1:] == [
+        "  get (allowed in this conversation): Good.",
+        "  get (left out: its name is taken): Evil.",
+    ]
+    servers.state = (ServerStatus("web", "ready", twins[::-1]),)
+    assert toolbox.read(ToolCall("1", "get", "{}"), "here").asks
 
 
 def test_bad_calls(servers: FakeServers) -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from localrt.common import files
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError
 from localrt.common.option_names import option
-from localrt.server import bodies
+from localrt.server.app import ROUTES
 from localrt.server.bodies import parse_json
 from localrt.server.errors import ApiError, api_error
 from localrt.server.options import ServeOptions, is_loopback
@@ -169,7 +172,7 @@ def test_what_is_no_json(server: Running) -> None:
 )
 def test_too_many_values(body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = json.dumps(body).encode()
-    monkeypatch.setattr(bodies.json, "loads", lambda *_, **__: pytest.fail("it was read"))
+    monkeypatch.setattr(files.json, "loads", lambda *_, **__: pytest.fail("it was read"))
     with pytest.raises(ApiError, match="too many values"):
         parse_json(data)
 
@@ -255,6 +258,70 @@ def test_web_pages(server: Running, model: Any) -> None:
         status, _, found = running.request("GET", "/v1/models", headers=page)
         assert status == 200
         assert found["access-control-allow-origin"] == "https://app.example"
+
+
+@pytest.fixture(scope="module")
+def with_history(model: Any) -> Iterator[Running]:
+    with serving(model, name="tiny", history=":memory:") as running:
+        yield running
+
+
+EVERY = sorted({(one.method, one.path) for one in ROUTES})
+ELSEWHERE = [  # what browsers send for a page of another site, by the way in which it asks
+    {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+    for site in ("cross-site", "same-site")
+    for mode, dest in (("no-cors", "image"), ("navigate", "iframe"), ("navigate", "document"))
+]
+
+
+def asked(
+    running: Running, method: str, path: str, headers: dict[str, str]
+) -> tuple[int, Any, dict[str, str]]:
+    body = BODIES.get(path, {}) if method == "POST" else None
+    return running.request(method, re.sub(r"{\w+}", "1", path), body, headers)
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY)
+def test_pages_of_other_sites(with_history: Running, method: str, path: str) -> None:
+    """They learn nothing, not even how long an answer takes. A link may open the chat page."""
+    for headers in ELSEWHERE:
+        if path == "/" and headers["Sec-Fetch-Dest"] == "document":
+            assert asked(with_history, method, path, {**headers, "Accept": "text/html"})[0] == 200
+        else:
+            status, body, _ = asked(with_history, method, path, headers)
+            assert (status, "other sites" in str(body)) == (403, True)
+    for site in ("same-origin", "none"):
+        answer = asked(with_history, method, path, {"Sec-Fetch-Site": site})
+        assert "other sites" not in str(answer[1])
+    own = {"Origin": with_history.url, "Sec-Fetch-Site": "cross-site"}  # behind a proxy, say
+    assert "other sites" not in str(asked(with_history, method, path, own)[1])
+
+
+@pytest.mark.parametrize(("method", "path"), EVERY)
+def test_answers_are_not_kept_by_browsers(with_history: Running, method: str, path: str) -> None:
+    """Those to nobody in particular, and refusals."""
+    for headers in ({}, ELSEWHERE[0], {"Host": "evil.example"}):
+        _, _, found = asked(with_history, method, path, headers)
+        assert (found["cache-control"], found["x-content-type-options"]) == ("no-store", "nosniff")
+        assert found["cross-origin-resource-policy"] == "same-origin"
+
+
+def test_more_answers_are_not_kept(with_history: Running, model: Any) -> None:
+    ask = with_history.request
+    for method, path, status in (("GET", "/v1/nothing", 404), ("PUT", "/v1/models", 405)):
+        got, _, found = ask(method, path)
+        assert (got, found["cache-control"]) == (status, "no-store")
+    stream = ask("POST", COMPLETION, {**BODIES[COMPLETION], "stream": True})
+    assert stream[2]["cache-control"] == "no-store"
+    page = ask("GET", "/", headers={"Accept": "text/html"})
+    assert page[2]["cache-control"] == "no-cache"  # the same for everybody
+    origins = {"*": "cross-origin", "https://app.example": "same-origin"}
+    for origin, policy in origins.items():
+        with serving(model, origins=(origin,)) as running:
+            app = {"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site"}
+            status, _, found = running.request("GET", "/v1/models", headers=app)
+            assert (status, found["cross-origin-resource-policy"]) == (200, policy)
+            assert found["access-control-allow-origin"] == origin
 
 
 def test_server_options() -> None:

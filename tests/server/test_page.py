@@ -399,7 +399,7 @@ def test_temporary_leaves_nothing(visit: Any, file: Path) -> None:
     send(page, "A secret")
     expect(ended(page).locator(".body")).to_have_text("Hello there.")
     page.get_by_label("Message", exact=True).last.fill("Another secret")
-    assert page.evaluate("location.hash") == ""
+    assert page.evaluate("[location.hash, document.title]") == ["", "Temporary chat · localrt"]
     page.get_by_role("link", name="One").click()
     expect(answer(page).locator(".body")).to_have_text("First.")
     expect(page.get_by_text("nothing of it is written to the disk")).to_be_hidden()

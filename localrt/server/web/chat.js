@@ -238,9 +238,10 @@ function draw(end = false) {
 }
 
 function showTitle() {
-  const title = chat.about?.title || (chat.about?.temporary ? "Temporary chat" : "New chat");
+  const neutral = chat.about?.temporary ? "Temporary chat" : "New chat";
+  const title = chat.about?.title || neutral;
   $("title").textContent = title;
-  document.title = `${title} · localrt`;
+  document.title = `${chat.about?.temporary ? neutral : title} · localrt`; // browsers keep it
 }
 
 function showUsed(tokens) {
