@@ -96,10 +96,10 @@ class SessionPool:
     def close(self) -> None:
         """Free the idle sessions, and the others once they are returned."""
         self._closed = True
-        self.free()
+        self.drop()
 
-    def free(self) -> None:
-        """Free the idle sessions; new ones are made when needed."""
+    def drop(self, marks: frozenset[str] = frozenset()) -> None:
+        """Free the idle sessions, whatever they hold; new ones are made when needed."""
         with self._lock:
             idle, self._idle = self._idle, IdleSessions()
         for session in idle:

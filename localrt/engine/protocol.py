@@ -97,11 +97,12 @@ class EngineSession(ABC):
     ``capacity`` is the most tokens that it can hold. ``takes_trees``: it has ``extend_tree`` and
     ``keep``, and its engine ``extend_trees``. ``best_only`` is set by whoever is content with the
     best logits of its passes (``BEST``), where not copying all is faster. What a ``private`` one
-    holds is not to be saved.
+    holds is not to be saved. ``known`` are deletions before its request: ``PromptCache.log``.
     """
 
     best_only: bool = False
     private: bool = False
+    known: str = ""
     capacity: int
     takes_trees: bool = False
     fresh_passes: int = 0  # see ``Ops``

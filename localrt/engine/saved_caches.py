@@ -5,6 +5,11 @@ No card has run caches that leave a GPU for RAM yet.
 ``PromptCache`` saves caches: a GPU's in RAM if there is room, all on the disk. A saved sequence
 serves every prompt with the same beginning. Saving a longer version writes only the new blocks
 (FastSwitch, Shen et al. 2024). When the folder is full, the oldest are deleted.
+
+``forget`` deletes what may hold deleted messages, but a cache in memory, in any process, outlives
+it. So it writes a log. A session knows the log of when its request began (``known``), and is saved
+only if the log still begins with that and no later deletion is of its messages, before writing and
+after it. Words that are said again belong to a later request, and are saved. No clock decides.
 """
 
 from __future__ import annotations
@@ -12,18 +17,20 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from localrt.common.errors import LocalrtError, MemoryBudgetError, StorageError
+from localrt.common.errors import LocalrtError, MemoryBudgetError, StorageError, reason_of
+from localrt.common.files import private_file, write_text
 from localrt.engine.protocol import EngineSession
 from localrt.offload.kv.saved import BlockFile, RamCopy
 from localrt.quant.formats.packed import Bytes
@@ -36,12 +43,17 @@ Tier: TypeAlias = Literal["ram", "disk"]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose cache it is: the ``marks`` of its messages (``marks_of``), and whether the conversation
-    ``exists``, which another process may have deleted.
+    """Whose cache it is: the ``marks`` of all its messages so far (``marks_of``), whether the
+    conversation ``exists``, which another process may have deleted, and ``EngineSession.known``.
     """
 
     marks: frozenset[str] = frozenset()
     exists: Callable[[], bool] = lambda: True
+    known: str = field(default="", compare=False)
+
+    def said(self, marks: Iterable[str]) -> bool:
+        """Whether a message may have one of ``marks``: where they are not known, any."""
+        return not self.marks or not self.marks.isdisjoint(marks)
 
 
 NOBODY = Owner()
@@ -72,7 +84,20 @@ class PromptCache:
         self._lock = threading.Lock()
         self._files: dict[Path, BlockFile] = {}
         self._in_ram: dict[RamCopy, Owner] = {}  # the oldest first
-        _OPEN.add(self)
+        IDLE.add(self)
+
+    @property
+    def log(self) -> str:
+        """The deletions of all models' caches. They have hashes of what somebody said, so a day
+        later it is begun anew; what sessions then hold is not saved.
+        """
+        path, now, log = self.folder.parent / _LOG, time.time_ns(), ""
+        with suppress(OSError):
+            log = path.read_text("utf-8", "replace") if path.exists() else "\n"
+            if len(words := log.split()) > 1 and words[0] < str(now - _KEPT_NS):
+                write_text(path, str(now), private=True, sync=False)
+                log = str(now)
+        return log
 
     @property
     def ram_nbytes(self) -> int:
@@ -85,8 +110,8 @@ class PromptCache:
         Raises:
             StorageError: the disk is full or fails; the session has not changed.
         """
-        blocks = session.blocks
-        if blocks is None:
+        blocks, owner = session.blocks, replace(owner, known=session.known)
+        if blocks is None or session.private:
             return 0
         with self._lock:
             take, states = blocks.take_blocks, blocks.saved_states()
@@ -101,7 +126,7 @@ class PromptCache:
         first, since it was expected back last, leaves RAM first.
         """
         tokens, cache = np.array(session.tokens, np.int64), session.blocks
-        if cache is None or len(tokens) < _LEAST_TOKENS:
+        if cache is None or len(tokens) < _LEAST_TOKENS or session.private:
             return 0
         with self._lock:
             if session.nbytes > self._room() + self.ram_nbytes or not self._fit(session.nbytes):
@@ -111,7 +136,7 @@ class PromptCache:
                 self._take(copy.nbytes)
             except MemoryBudgetError:
                 return 0
-            self._in_ram[copy] = owner
+            self._in_ram[copy] = replace(owner, known=session.known)
         return copy.nbytes
 
     def settle(self, owner: Owner = NOBODY) -> int:
@@ -120,31 +145,25 @@ class PromptCache:
         Raises:
             StorageError: the disk is full or fails; what was not moved stays.
         """
-        freed = 0
         with self._lock:
-            for copy, whose in list(self._in_ram.items()):
-                if owner in (NOBODY, whose):
-                    freed += self._move(copy)
-        return freed
+            copies = [copy for copy, whose in self._in_ram.items() if owner in (NOBODY, whose)]
+            return sum(map(self._move, copies))
 
     def restore(self, session: EngineSession, prompt: Sequence[int]) -> int:
         """Restore the beginning of ``prompt`` if more of it is saved than ``session`` holds.
 
         Returns the number of tokens restored; 0 if the session has not changed.
         """
-        if session.blocks is None:
-            return 0
         wanted = np.asarray(prompt, np.int64)
         held = common_prefix(session.tokens, wanted)
-        if len(wanted) < held + _LEAST_TOKENS:
+        if session.blocks is None or len(wanted) < held + _LEAST_TOKENS:
             return 0
         with self._lock:
             self._fit(0)  # other programs may need the RAM
             self._look()
             known: list[BlockFile | RamCopy] = [*self._in_ram, *self._files.values()]
-            most = session.capacity
             shared = [
-                (kept.reach(min(most, common_prefix(kept.tokens, wanted))), kept)
+                (kept.reach(min(session.capacity, common_prefix(kept.tokens, wanted))), kept)
                 for kept in known
                 if kept.layout == session.kv_layout
             ]
@@ -167,7 +186,7 @@ class PromptCache:
         """Drop the copies in RAM of messages with one of ``marks``."""
         with self._lock:
             for copy, owner in list(self._in_ram.items()):
-                if not owner.marks or owner.marks & marks:
+                if owner.said(marks):
                     self._forget(copy)
 
     # -- parts -----------------------------------------------------------------------------------
@@ -204,7 +223,7 @@ class PromptCache:
     ) -> int:
         nbytes = -(-len(tokens) // BLOCK_TOKENS) * block_bytes
         nbytes += sum(state.data.nbytes for state in states)
-        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit or not owner.exists():
+        if len(tokens) < _LEAST_TOKENS or nbytes > self.limit or self._deleted(owner):
             return 0
         tokens = np.asarray(tokens, np.int64)
         self._look()
@@ -222,11 +241,18 @@ class PromptCache:
         self._make_room(max(0, nbytes - file.nbytes), spare=file)
         file.marks = owner.marks
         file.write(tokens, layout, block_bytes, take, states)
-        if not owner.exists():  # deleted meanwhile
+        if self._deleted(owner):  # meanwhile
             file.delete()
             return 0
         self._files[file.folder] = file
         return file.nbytes
+
+    def _deleted(self, owner: Owner) -> bool:
+        """Whether the conversation, or what may be a message of it, was deleted."""
+        if not owner.exists() or not (log := self.log).startswith(owner.known):
+            return True
+        later = log.removeprefix(owner.known).split()
+        return bool(later) and owner.said(later)
 
     def _look(self) -> None:
         """Read the descriptions of new files, forget deleted ones."""
@@ -237,6 +263,8 @@ class PromptCache:
             file = BlockFile(path)
             if len(file.tokens):
                 self._files[path] = file
+            elif 0 < _time_and_size(path)[0] < time.time() - _KEPT_NS / 1e9:  # a killed writer's
+                file.delete()
 
     def _make_room(self, nbytes: int, *, spare: BlockFile) -> None:
         """Delete the least recently used, of any model, until ``nbytes`` more fit the limit."""
@@ -255,7 +283,13 @@ class PromptCache:
             free += size
 
 
-_OPEN: weakref.WeakSet[PromptCache] = weakref.WeakSet()
+IDLE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""What holds caches in this process; ``drop(marks)`` frees idle ones of messages with ``marks``."""
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=IDLE.clear)
+
+_LOG = "deleted.txt"  # a line for each deletion: its time, its marks
+_KEPT_NS = 86_400 * 10**9  # a day
 
 
 def marks_of(messages: Iterable[Mapping[str, Any]]) -> frozenset[str]:
@@ -274,15 +308,32 @@ def marks_of(messages: Iterable[Mapping[str, Any]]) -> frozenset[str]:
 
 def forget(folder: Path, marks: frozenset[str], since: float) -> None:
     """Delete what is saved in ``folder``, of any model, with one of ``marks``; of what has none,
-    such as a server's caches, all that was used after ``since``.
+    such as a server's caches and half-written ones, all that was used after ``since``. Caches in
+    memory are not saved any more, and idle ones of this process are dropped.
+
+    Raises:
+        StorageError: some of that failed: call it again, which does no harm.
     """
-    for cache in list(_OPEN):
-        cache.drop(marks)
+    failed: list[object] = []
+    try:
+        if folder.is_dir():  # else no process saves any
+            private_file(folder / _LOG)
+            with (folder / _LOG).open("ab") as log:
+                log.write(" ".join([f"\n{time.time_ns()}", *sorted(marks)]).encode())
+    except OSError as error:
+        failed.append(f"{folder / _LOG} ({reason_of(error)})")
+    for holder in list(IDLE):
+        holder.drop(marks)
     for model in _folders(folder):
+        if not os.access(model, os.R_OK | os.X_OK):
+            failed.append(model)
         for path in _folders(model):
-            file = BlockFile(path)
-            if file.marks & marks or (not file.marks and _time_and_size(path)[0] >= since):
-                file.delete()
+            file, used = BlockFile(path), _time_and_size(path)[0]
+            recent = used >= since or not used  # it is empty, or cannot be read
+            if (file.marks & marks if file.marks else recent) and not file.delete():
+                failed.append(path)
+    if failed:
+        raise StorageError(f"KV caches may keep what was deleted: delete {failed[0]} yourself")
 
 
 def model_key(*facts: object) -> str:

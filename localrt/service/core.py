@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from localrt.common.errors import LocalrtError, MemoryBudgetError, OptionError, disk_errors
-from localrt.common.files import keep_private
+from localrt.common.files import keep_private, private_folder
 from localrt.common.forks import check_process, count_forks
 from localrt.common.formatting import parse_size
 from localrt.common.progress import ProgressCallback, note_to
@@ -29,8 +29,8 @@ from localrt.engine.cache_retention import PERSON, KvKeeper
 from localrt.engine.options import read_options
 from localrt.engine.pool import SessionPool, caches_on_gpu, kv_room, ram_room
 from localrt.engine.protocol import Engine, EngineSession
-from localrt.engine.request import Request
-from localrt.engine.saved_caches import NOBODY, Owner, PromptCache, Tier, marks_of, model_key
+from localrt.engine.request import Request, Restore
+from localrt.engine.saved_caches import IDLE, NOBODY, Owner, PromptCache, Tier, marks_of, model_key
 from localrt.engine.types import Chunk, Message
 from localrt.hub.cache import note_use
 from localrt.hub.other_programs import Extras
@@ -140,6 +140,7 @@ class Core:
         self._requests = RequestBuilder(parts, self.defaults, drafts, self.adapters)
         keep = parts.engine.idle_sessions(parts.ctx)
         self._pool = SessionPool(parts.engine, parts.ctx, keep=keep)
+        IDLE.add(self._pool)
         self.watch = Watch(parts.engine, ctx=parts.ctx, name=parts.path.name)
         self._chats: WeakSet[KvChatCache] = WeakSet()
 
@@ -227,7 +228,7 @@ class Core:
 
     def free_idle(self) -> None:
         """Free the caches of idle sessions."""
-        self._pool.free()
+        self._pool.drop()
 
     def leave_ram(self, nbytes: int) -> int:
         memory = self.engine.weights.memory
@@ -278,6 +279,8 @@ def prompt_cache(parts: LoadedModel, settings: Settings) -> PromptCache | None:
     key = model_key(parts.fingerprint, engine.info.engine, engine.info.format)
     folder = settings.cache_dir / "kv"
     if not off:
+        with suppress(OSError):
+            private_folder(folder)  # where deletions are noted
         keep_private(folder)
     limit = 0 if off else parse_size(settings.kv_disk, KV_DISK)
     room = partial(ram_room, engine)
@@ -317,8 +320,14 @@ class CacheSaver:
         """The bytes of the KV caches kept in RAM."""
         return 0 if self._prompts is None else self._prompts.ram_nbytes
 
-    def restore(self, session: EngineSession, prompt: Sequence[int]) -> None:
+    @property
+    def restorer(self) -> Restore:
+        """What restores caches to the sessions of a request that begins now."""
+        return partial(self._restore, "" if self._prompts is None else self._prompts.log)
+
+    def _restore(self, known: str, session: EngineSession, prompt: Sequence[int]) -> None:
         """Restore the saved cache of ``prompt``, if it is longer than the session's own."""
+        session.known = known
         if self._prompts is None:
             return
         began = time.perf_counter()
@@ -349,6 +358,7 @@ class KvChatCache:
         self._owner = NOBODY
         self._lock = threading.Lock()  # held during an answer and while the cache is moved
         self._cancel = threading.Event()
+        IDLE.add(self)
 
     @property
     def tokens(self) -> int:
@@ -380,10 +390,11 @@ class KvChatCache:
                 self._session = core.new_session()
             given: dict[str, Any] = {"tools": tools, "private": not self._owner.exists(), **options}
             request = core.requests.make(messages, cancel=cancel, on_progress=on_progress, **given)
-            request = replace(request, restore=saver.restore)
+            request = replace(request, restore=saver.restorer)
             needed = core.engine.kv_nbytes(min(core.ctx, len(request.prompt) + _AHEAD))
             saver.keeper.make_room(max(1, needed - self.kv_nbytes))
-            self._owner = replace(self._owner, marks=marks_of(messages))
+            # Earlier marks too: an answer that fails early leaves what the session held.
+            self._owner = replace(self._owner, marks=self._owner.marks | marks_of(messages))
             for chunk in core.stream_on(self._session, request):
                 if chunk.tool_calls:
                     tool = chunk.tool_calls[0].name
@@ -419,6 +430,11 @@ class KvChatCache:
                 self._free()
             finally:
                 self._lock.release()
+
+    def drop(self, marks: frozenset[str]) -> None:
+        """Free the KV cache of messages with one of ``marks``, unless it is in use."""
+        if self._owner.said(marks):
+            self.close(0)
 
     def cancel(self) -> None:
         """End the running answer."""

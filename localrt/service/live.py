@@ -101,7 +101,7 @@ class LiveModel(Closing):
         request = self._core.requests.make(prompt, **options)
         if request.on_progress is not None:
             raise OptionError("a live batch reports no progress: leave on_progress out")
-        request = replace(request, restore=self._core.saver.restore)
+        request = replace(request, restore=self._core.saver.restorer)
         return self._live.submit(request, client=client, request_class=request_class, notify=notify)
 
     def stream(
@@ -191,8 +191,6 @@ class LiveModel(Closing):
                 self._core.engine.take_ram(-reserved)
 
     def _save(self, session: EngineSession | None, *tiers: Tier) -> None:
-        if session is not None and session.private:
-            return  # in RAM neither, from where it would move to the disk
         with suppress(LocalrtError):  # a full disk: the caches are computed again
             self._core.saver.save(session, *(tiers or ("ram", "disk")))
 

@@ -2,10 +2,9 @@
 
 In a folder, ``blocks.bin`` holds blocks of 256 tokens one after another, ``tokens.json`` their
 tokens, each block's CRC-32 and its own. Continuing a sequence rewrites only blocks that changed.
-The description is replaced last, as a whole: a crash before that leaves blocks with wrong sums, and
-reading ends before the first of them. States of recurrent layers are in one file for each number of
-tokens, ``state-N.bin``. In RAM the same blocks are kept without sums. This module knows bytes, not
-their meaning.
+Meanwhile there is no description, so what a crash leaves is not taken for what was there before.
+States of recurrent layers are in one file for each number of tokens, ``state-N.bin``. In RAM the
+same blocks are kept without sums. This module knows bytes, not their meaning.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ from typing import Any
 import numpy as np
 
 from localrt.common.errors import StorageError, reason_of
-from localrt.common.files import (
-    json_sum,
-    parse_json,
-    private_file,
-    private_folder,
-    write_text,
-)
+from localrt.common.files import json_sum, parse_json, private_file, private_folder, write_text
 from localrt.quant.formats.packed import Bytes
 from localrt.quant.ops.arrays import aligned_buffer
 from localrt.quant.ops.kv import BlockCache, FillBlocks, Tokens, common_prefix, held_blocks
@@ -89,21 +82,13 @@ class BlockFile:
         """
         return reachable(self._states, length)
 
-    def used(self) -> float:
-        """The time of the last write or read, in seconds since the epoch."""
-        try:
-            return (self.folder / _ABOUT).stat().st_mtime
-        except OSError:
-            return 0.0
-
     def touch(self, marks: frozenset[str] = frozenset()) -> None:
-        """Set the time of use to now, and add ``marks``."""
-        if not marks <= self.marks:
-            self.marks |= marks
-            with contextlib.suppress(OSError):
+        """Set the time of use to now, and add ``marks`` to others: without, some are not known."""
+        with contextlib.suppress(OSError):
+            if self.marks and not marks <= self.marks:
+                self.marks |= marks
                 facts = self.layout, self._block_bytes, self._sums, self._states
                 self._replace_about(self.tokens, *facts)
-        with contextlib.suppress(OSError):
             os.utime(self.folder / _ABOUT)
 
     def write(
@@ -130,6 +115,7 @@ class BlockFile:
         sums = self._sums[:kept]
         try:
             private_folder(self.folder)
+            (self.folder / _ABOUT).unlink(missing_ok=True)
             private_file(self.folder / _DATA)
             with (self.folder / _DATA).open("r+b", buffering=0) as file:
                 file.truncate(kept * block_bytes)
@@ -170,16 +156,15 @@ class BlockFile:
 
     def states(self, length: int) -> list[SavedState]:
         """The undamaged saved states within the first ``length`` tokens."""
+        within = [each for each in self._states if each.position <= length]
         with ThreadPoolExecutor(_READERS) as readers:
-            found = readers.map(
-                self._read_state, [each for each in self._states if each.position <= length]
-            )
-            return [state for state in found if state is not None]
+            return [state for state in readers.map(self._read_state, within) if state is not None]
 
-    def delete(self) -> None:
-        """Remove the folder, if it exists."""
+    def delete(self) -> bool:
+        """Remove the folder, if it exists; return whether it is gone."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.tokens, self._sums, self._block_bytes, self._states = _NO_TOKENS, [], 0, []
+        return not os.path.lexists(self.folder)
 
     def _read_state(self, state: _StateFile) -> SavedState | None:
         """Read a state; None if it is damaged or gone."""
@@ -191,11 +176,9 @@ class BlockFile:
                 whole = _read_into(file, data.data)
         except OSError:
             return None
-        return (
-            SavedState(state.position, state.length, data)
-            if zlib.crc32(whole) == state.sum
-            else None
-        )
+        if zlib.crc32(whole) != state.sum:
+            return None
+        return SavedState(state.position, state.length, data)
 
     def _write_states(self, states: Sequence[SavedState], same: int) -> list[_StateFile]:
         """Write missing files of states; the first ``same`` tokens are unchanged."""

@@ -5,17 +5,27 @@ that go to the disk and come back.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import localrt
 from localrt import History, Model
+from localrt.engine import saved_caches
+from localrt.server.models import ServedModel
+from localrt.server.options import ServeOptions
 from localrt.tui.conversation.state import ChatState
 from tests.documents.samples import pdf
+from tests.inside import core_of
 from tests.real_models import real_model
+from tests.waits import wait_for
 
 GREEDY = {"temperature": 0.0, "max_tokens": 6}
 
@@ -260,3 +270,210 @@ def test_deleted_conversation_leaves_no_word(
     assert "tokens.json" in found("gramophone")
     state.close()
     assert found("xylophone") == []
+
+
+# -- every way of a cache to the disk: deleted words take none -------------------------------------
+
+SECRET = [{"role": "user", "content": "My password is xylophone. " * 4}]
+OTHERS = [{"role": "user", "content": "What does a gramophone play? " * 4}]
+FEW = {"max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+End = Callable[[], object]
+
+
+def in_batch(model: Model, messages: Any, private: bool, close: Callable[[Any], object]) -> End:
+    live = model.live(most=1)
+    live.generate(messages, private=private, **FEW)
+    return lambda: (close(live), live.close())
+
+
+def parked(model: Model, messages: Any, private: bool) -> End:
+    return in_batch(model, messages, private, lambda live: live.park())
+
+
+def closed(model: Model, messages: Any, private: bool) -> End:
+    """With a copy in RAM, as of a GPU's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(core_of(model).saver._prompts, "_room", lambda: 1 << 40)
+        live = model.live(most=1)
+        live.generate(messages, private=private, **FEW)
+        live.park("ram")
+    assert bool(live.stats().parked_bytes) is not private
+    return live.close
+
+
+def pushed_out(model: Model, messages: Any, private: bool) -> End:
+    """By another client, where there is no room."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("localrt.service.live.kv_room", lambda _: 0)
+        live = model.live(most=1)
+    live.generate(messages, private=private, **FEW)
+    return lambda: (live.generate("Play. " * 40, private=True, **FEW), live.close())
+
+
+def served(model: Model, messages: Any, private: bool) -> End:
+    server = ServedModel(model, "m", ServeOptions())
+    server.live.generate(messages, private=private, **FEW)
+    return server.close
+
+
+def chat_of(model: Model, messages: Any, private: bool) -> localrt.ChatSession:
+    chat = model.chat(**FEW)
+    if private:
+        chat.save_while(lambda: False)
+    chat.send(messages[0]["content"])
+    return chat
+
+
+def chat_parked(model: Model, messages: Any, private: bool) -> End:
+    return chat_of(model, messages, private).park
+
+
+def waiting(model: Model, messages: Any, private: bool) -> End:
+    """A chat that waits, until its room is needed."""
+    chat = chat_of(model, messages, private)
+    return lambda: (core_of(model).saver.keeper.make_room(1 << 60), chat.close())
+
+
+def refused(model: Model, messages: Any, private: bool) -> End:
+    """A chat whose next message does not fit: it still holds the words of those before."""
+    chat = chat_of(model, messages, private)
+    chat.clear()
+    with pytest.raises(localrt.LocalrtError):
+        chat.send("too long " * 2000)
+    return chat.park
+
+
+WAYS = [parked, closed, pushed_out, served, chat_parked, waiting, refused]
+
+
+@pytest.fixture
+def saving(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    monkeypatch.setenv("LOCALRT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LOCALRT_KV_DISK")
+    monkeypatch.setattr("localrt.engine.batch.schedule._WORTH_SAVING_S", 0.0)
+    with localrt.load(tiny_folder) as model:
+        yield model
+
+
+def saved_words(model: Model, folder: Path) -> str:
+    """What the caches in the folder hold, which has no other files."""
+    files = [path for path in folder.glob("kv/*/*/*") if path.is_file()]
+    found = [path for path in files if path.name == "tokens.json"]
+    assert {path.parent for path in files} == {path.parent for path in found}
+    return " ".join(model.detokenize(json.loads(path.read_text())["tokens"]) for path in found)
+
+
+@pytest.mark.parametrize("why", ["deleted here", "deleted by another process", "private"])
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_to_the_disk(
+    saving: Model,
+    tmp_path: Path,
+    way: Callable[..., End],
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Others' caches stay, and what is said again goes the same way."""
+    cache, private = tmp_path / "cache", why == "private"
+    chat_of(saving, OTHERS, False).park()
+    end, marks = way(saving, SECRET, private), saved_caches.marks_of(SECRET)
+    if not private:
+        with monkeypatch.context() as patch:
+            if why == "deleted by another process":
+                patch.setattr(saved_caches, "IDLE", weakref.WeakSet())
+            saved_caches.forget(cache / "kv", marks, time.time() - 100)
+    end()
+    words = saved_words(saving, cache)
+    assert "xylophone" not in words
+    assert "gramophone" in words
+    way(saving, SECRET, False)()
+    words = saved_words(saving, cache)
+    assert "xylophone" in words
+    assert "gramophone" in words
+
+
+def test_deletion_frees_idle_caches_and_disturbs_no_answer(saving: Model, tmp_path: Path) -> None:
+    long = {**FEW, "max_tokens": 60}
+    whole = saving.generate(OTHERS, **long)
+    chats = [chat_of(saving, messages, False) for messages in (SECRET, OTHERS)]
+    with saving.live() as live:
+        live.generate(SECRET, **FEW)
+        answer = live.submit(OTHERS, **long)
+        first = next(answer)
+        saved_caches.forget(tmp_path / "cache" / "kv", saved_caches.marks_of(SECRET), 0.0)
+        assert [chat.kv_nbytes > 0 for chat in chats] == [False, True]
+        rest = list(answer)
+        tokens = [token for chunk in (first, *rest) for token in chunk.token_ids]
+        assert tokens == list(whole.token_ids)
+        saved_caches.forget(tmp_path / "cache" / "kv", saved_caches.marks_of(SECRET), 0.0)
+        wait_for(lambda: live.stats().kv_bytes == 0)
+        live.park()
+    assert saved_words(saving, tmp_path / "cache") == ""
+
+
+PROCESS = """
+import sys, localrt
+from localrt.offload.kv import saved
+write = saved._write_all
+def held(file, blocks):
+    write(file, blocks[:len(blocks) // 2 or 1])
+    print("writing", flush=True)
+    sys.stdin.readline()
+    write(file, blocks[len(blocks) // 2 or 1:])
+if sys.argv[2] == "held":
+    saved._write_all = held
+with localrt.load(sys.argv[1]) as model, model.live() as live:
+    for line in sys.stdin:
+        if not line.strip():
+            break
+        live.generate([{"role": "user", "content": line.strip()}], max_tokens=4, ignore_eos=True)
+        print("answered", flush=True)
+    live.park()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deleted", ["idle", "never", "before", "writing", "killed"])
+def test_deleted_while_another_process_holds_it(
+    saving: Model, tiny_folder: Path, tmp_path: Path, deleted: str
+) -> None:
+    """A process that only then saves it, is saving it, or is killed while it does."""
+    held = "held" if deleted in ("writing", "killed") else ""
+    kv, secret = tmp_path / "cache" / "kv", SECRET[0]["content"].strip()
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROCESS, str(tiny_folder), held],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def tell(line: str, answer: str = "") -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        assert not answer or process.stdout.readline() == answer + "\n"
+
+    def delete() -> None:
+        saved_caches.forget(kv, saved_caches.marks_of(SECRET), time.time() - 100)
+
+    try:
+        if deleted == "before":
+            delete()
+        tell(secret, "answered")
+        if deleted == "idle":
+            delete()
+        tell("", "writing" if held else "")
+        if deleted == "killed":
+            process.kill()
+            process.wait()
+        if held:
+            delete()
+        if deleted == "writing":
+            tell("")
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+        process.wait()
+    assert ("xylophone" in saved_words(saving, tmp_path / "cache")) is (
+        deleted in ("never", "before")
+    )

@@ -146,7 +146,10 @@ def test_closed_amid_answers(way: str, asked: Any, tiny_folder: Path) -> None:
 
 FORKS = """
     import asyncio, os, sys
+    from pathlib import Path
+
     import localrt
+    from localrt.engine.saved_caches import forget
 
     ASKED = {
         "generate": "model.generate('Hi', max_tokens=2)",
@@ -180,6 +183,11 @@ FORKS = """
         own = localrt.load(sys.argv[1])
         model.close()
         os._exit(own.generate("Hi", **GREEDY).token_ids != said)
+    assert os.waitpid(child, 0)[1] == 0
+    child = os.fork()
+    if not child:  # what its parent holds is not a child's to free
+        forget(Path("nowhere"), frozenset(), 0.0)
+        os._exit(not chat.kv_nbytes)
     assert os.waitpid(child, 0)[1] == 0
     assert model.generate("Hi", **GREEDY).token_ids == said
     model.unload()

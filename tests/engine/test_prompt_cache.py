@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import threading
+import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +21,10 @@ from hypothesis import strategies as st
 
 from localrt.common.errors import StorageError
 from localrt.common.settings import Settings
+from localrt.engine import saved_caches
 from localrt.engine.native.engine import NativeEngine
 from localrt.engine.protocol import EngineSession
-from localrt.engine.saved_caches import Owner, PromptCache, model_key
+from localrt.engine.saved_caches import NOBODY, Owner, PromptCache, forget, model_key
 from localrt.loading.context import LoadContext
 from localrt.loading.load import load_model
 from localrt.loading.options import LoadOptions
@@ -305,3 +311,270 @@ def test_a_deleted_conversation_is_not_saved(
     assert saved == all(exists)
     assert any(path.is_file() for path in cache.folder.rglob("*")) == saved
     assert (cache_in(tmp_path).restore(engine.session(2048), ids) == 700) == saved
+
+
+# -- what was deleted ------------------------------------------------------------------------------
+
+MARKED = Owner(frozenset({"deleted", "kept"}))
+OTHER = Owner(frozenset({"other"}))
+DELETED = frozenset({"deleted"})
+
+
+class Case:
+    """A conversation's session, its cache in RAM or on the disk, and a folder that others share."""
+
+    def __init__(self, folder: Path, engine: NativeEngine, owner: Owner = MARKED) -> None:
+        self.folder, self.engine, self.owner, self.room = folder, engine, owner, 1 << 40
+        self.cache = PromptCache(folder / "a", limit=1 << 30, room=lambda: self.room)
+        self.ids = [int(t) for t in tokens(700)]
+        folder.mkdir(exist_ok=True)
+        self.begin()
+
+    def begin(self) -> None:
+        """A request with the conversation's words."""
+        self.session = self.engine.session(2048)
+        self.session.known = self.cache.log
+        got = self.cache.restore(self.session, self.ids)
+        if got < len(self.ids):
+            self.session.extend(self.ids[got:])
+
+    def save(self) -> None:
+        self.cache.save(self.session, self.owner)
+
+    def hold(self) -> None:
+        assert self.cache.hold(self.session, self.owner)
+
+    def settle(self) -> None:
+        self.cache.settle()
+
+    def settle_own(self) -> None:
+        self.cache.settle(self.owner)
+
+    def press(self) -> None:
+        """Other programs need the RAM."""
+        self.room = -1
+        self.cache.restore(self.engine.session(2048), [7] * 99)
+        self.room = 1 << 40
+
+    def go_on(self) -> None:
+        """Save it, and continue it with a message that the file lacks."""
+        self.save()
+        self.begin()
+        self.ids += [int(t) for t in tokens(300, seed=5)]
+        self.session.extend(self.ids[-300:])
+
+    def forget(
+        self, marks: frozenset[str] = DELETED, since: float = 0.0, *, here: bool = True
+    ) -> None:
+        """Not ``here``: another process does, which does not reach this one's memory."""
+        with pytest.MonkeyPatch.context() as patch:
+            if not here:
+                patch.setattr(saved_caches, "IDLE", weakref.WeakSet())
+            forget(self.folder, marks, since)
+
+    @property
+    def saved(self) -> list[list[int]]:
+        """The tokens of all files in the folder; nothing else is there but a log."""
+        kept = [path for path in self.folder.rglob("*") if path.is_file()]
+        found = [each for each in kept if each.name == "tokens.json"]
+        assert {path.parent for path in kept} <= {self.folder, *(path.parent for path in found)}
+        return [json.loads(path.read_text())["tokens"] for path in found]
+
+
+WAYS: dict[str, tuple[Callable[[Case], object], Callable[[Case], object]]] = {
+    # What happens to the cache before its words are deleted, and after.
+    "parked": (lambda case: None, Case.save),
+    "parked twice": (Case.save, Case.save),
+    "restored, continued and parked": (Case.go_on, Case.save),
+    "in RAM, settled": (Case.hold, Case.settle),
+    "in RAM, its own settled": (Case.hold, Case.settle_own),
+    "in RAM, pushed out": (Case.hold, Case.press),
+    "to RAM, then pushed out": (lambda case: None, lambda case: (case.hold(), case.press())),
+    "in RAM and on the disk": (lambda case: (case.save(), case.hold()), Case.settle),
+}
+
+
+@pytest.mark.parametrize("here", [True, False], ids=["here", "in another process"])
+@pytest.mark.parametrize("owner", [MARKED, NOBODY], ids=["a chat's", "a server's"])
+@pytest.mark.parametrize("way", WAYS)
+def test_what_was_deleted_reaches_no_disk(
+    tmp_path: Path, engine: NativeEngine, way: str, owner: Owner, here: bool
+) -> None:
+    """On no way; what others said does, and the same words once they are said again."""
+    before, after = WAYS[way]
+    case = Case(tmp_path / "kv", engine, owner)
+    known, other = case.cache.log, [int(t) for t in tokens(400, seed=3)]
+    case.cache.save(filled(engine, other), OTHER)
+    before(case)
+    running = filled(engine, other[::-1])
+    running.known = known
+    case.forget(here=here)
+    if here:
+        assert case.cache.ram_nbytes == 0
+    after(case)
+    assert case.saved == [other]
+    assert case.cache.ram_nbytes == 0
+    assert case.cache.save(running, OTHER) > 0
+    case.forget()  # it does no harm
+    assert len(case.saved) == 2
+    case.begin()
+    case.save()
+    assert case.ids in case.saved
+    assert case.cache.restore(engine.session(2048), case.ids) == len(case.ids)
+
+
+def test_caches_of_unknown_messages_from_before_the_conversation_stay(
+    tmp_path: Path, engine: NativeEngine
+) -> None:
+    case = Case(tmp_path / "kv", engine, NOBODY)
+    case.save()
+    case.forget(since=time.time() + 100)
+    assert case.saved == [case.ids]
+    case.forget(since=time.time() - 100)
+    assert case.saved == []
+
+
+@pytest.mark.parametrize("owner", [MARKED, NOBODY], ids=["a chat's", "a server's"])
+@pytest.mark.parametrize("moment", ["before the first block", "before the tokens", "at the end"])
+def test_deleted_while_it_is_written(
+    tmp_path: Path,
+    engine: NativeEngine,
+    moment: str,
+    owner: Owner,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By another process."""
+    case = Case(tmp_path / "kv", engine, owner)
+    whole, steps = BlockFile.write, iter(range(9))
+
+    def write(file: BlockFile, ids: Any, layout: str, width: int, take: Any, states: Any) -> None:
+        def taken(first: int, count: int) -> Any:
+            if moment == "before the tokens" and next(steps) == 0:
+                case.forget(here=False)
+            return take(first, count)
+
+        if moment == "before the first block":
+            case.forget(here=False)
+        whole(file, ids, layout, width, taken, states)
+        if moment == "at the end":
+            case.forget(here=False)
+
+    monkeypatch.setattr(BlockFile, "write", write)
+    with suppress(StorageError):  # its folder is gone
+        case.save()
+    assert case.saved == []
+    assert not case.cache.save(case.session, owner)
+
+
+@pytest.mark.parametrize("owner", [MARKED, NOBODY], ids=["a chat's", "a server's"])
+def test_deletion_finds_what_a_killed_writer_left(
+    tmp_path: Path, engine: NativeEngine, owner: Owner
+) -> None:
+    """Also where it had begun to change a file of another conversation."""
+    case, began = Case(tmp_path / "kv", engine, owner), time.time() - 100
+    case.cache.save(filled(engine, case.ids[:500]), OTHER)
+    (file,) = case.folder.glob("a/*")
+
+    def killed(first: int, count: int) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        BlockFile(file).write(case.ids, case.session.kv_layout, 4096, killed)
+    (case.folder / "a" / "empty").mkdir()
+    copy = shutil.copytree(case.folder, tmp_path / "without deletion")
+    assert not PromptCache(case.folder / "a", limit=1).restore(engine.session(2048), case.ids)
+    case.forget(since=began)
+    assert not list(case.folder.glob("a/*"))
+    for day, left in ((began, 2), (began - 90_000, 1)):  # whoever looks removes it a day later
+        os.utime(copy / "a" / file.name / "blocks.bin", (day, day))
+        PromptCache(copy / "a", limit=1).restore(engine.session(2048), case.ids)
+        assert len(list(copy.glob("a/*"))) == left
+
+
+def test_marks_of_a_part_are_not_those_of_the_whole(tmp_path: Path, engine: NativeEngine) -> None:
+    """An app uses the beginning of what a server saved: the rest has unknown messages still."""
+    case = Case(tmp_path / "kv", engine, NOBODY)
+    case.save()
+    assert case.cache.save(filled(engine, case.ids[:600]), OTHER) > 0
+    case.forget()
+    assert case.saved == []
+
+
+def test_private_sessions_are_never_saved(tmp_path: Path, engine: NativeEngine) -> None:
+    case = Case(tmp_path / "kv", engine)
+    case.session.private = True
+    assert case.cache.save(case.session, MARKED) == case.cache.hold(case.session, MARKED) == 0
+    assert case.cache.settle() == 0
+    assert case.saved == []
+
+
+def test_hashes_of_what_was_deleted_stay_for_a_day(
+    tmp_path: Path, engine: NativeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then no older session is saved, whatever it holds; those of before a lost log neither."""
+    case = Case(tmp_path / "kv", engine, OTHER)
+    log, now = case.folder / "deleted.txt", time.time_ns()
+    case.forget()
+    assert "deleted" in log.read_text()
+    assert case.cache.log == log.read_text()
+    monkeypatch.setattr(time, "time_ns", lambda: now + 90_000 * 10**9)
+    PromptCache(case.folder / "b", limit=1).log  # noqa: B018  a request of another model
+    assert "deleted" not in log.read_text()
+    case.save()
+    assert case.saved == []
+    case.begin()
+    case.save()
+    assert case.saved == [case.ids]
+    case.begin()
+    log.unlink()
+    case.forget()
+    case.owner = Owner(frozenset({"nothing of it"}))
+    case.ids = case.ids[::-1]
+    case.save()
+    assert len(case.saved) == 1
+
+
+@pytest.mark.parametrize("lost", ["log", "cache", "model"])
+def test_what_cannot_be_deleted_is_said(
+    tmp_path: Path, engine: NativeEngine, lost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one line, after all else was deleted; again it works, once it can be done."""
+    case = Case(tmp_path / "kv", engine)
+    case.save()
+    log, (file,) = case.folder / "deleted.txt", case.folder.glob("a/*")
+    with monkeypatch.context() as patch:
+        if lost == "log":
+            log.mkdir()
+        elif lost == "cache":
+            patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        else:
+            patch.setattr(os, "access", lambda *_: False)
+        with pytest.raises(StorageError, match=r"delete .* yourself") as caught:
+            case.forget()
+    named = {"log": log, "cache": file, "model": case.folder / "a"}[lost]
+    assert f"{named} " in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(case.saved) == (lost == "cache")
+    if lost == "log":
+        log.rmdir()
+    case.forget()
+    case.save()
+    assert case.saved == []
+
+
+def test_without_a_folder_nothing_is_noted(tmp_path: Path) -> None:
+    forget(tmp_path / "kv", DELETED, 0.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_deletions_of_many_at_once(tmp_path: Path, engine: NativeEngine) -> None:
+    """None is lost, however many messages each has."""
+    case, words = Case(tmp_path / "kv", engine), [f"{number:016x}" for number in range(6000)]
+    parts = [frozenset(words[first::6]) for first in range(6)]
+    threads = [threading.Thread(target=case.forget, args=(part,)) for part in parts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {*words} < {*case.cache.log.split()}
+    assert len(case.cache.log.split("\n")) == 7

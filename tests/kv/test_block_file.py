@@ -145,6 +145,33 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path) -> None:
     assert save(file, [1, 2, 3]) == [0]
 
 
+def test_a_killed_writer_leaves_no_description(tmp_path: Path) -> None:
+    """The old one would stand for blocks of other tokens, with the marks of other messages."""
+    file = BlockFile(tmp_path / "one")
+    file.marks = frozenset({"mark"})
+    save(file, list(range(300)))
+
+    def killed(first: int, count: int) -> Bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        file.write(list(range(900)), "a", SIZE, killed)
+    again = BlockFile(tmp_path / "one")
+    assert (len(again.tokens), again.marks) == (0, frozenset())
+    assert again.delete()
+    assert not (tmp_path / "one").exists()
+
+
+def test_marks_are_added_to_marks_alone(tmp_path: Path) -> None:
+    """Without marks, a file's messages are not known: a few more do not name all of them."""
+    for name, marks in (("one", {"a"}), ("two", set())):
+        file = BlockFile(tmp_path / name)
+        file.marks = frozenset(marks)
+        save(file, TOKENS)
+        file.touch(frozenset({"b"}))
+        assert BlockFile(tmp_path / name).marks == (frozenset({"a", "b"}) if marks else frozenset())
+
+
 def test_read_in_place(tmp_path: Path) -> None:
     """A copy beside it would take memory that nobody has counted."""
     shapes = [(8, 128)] * 4

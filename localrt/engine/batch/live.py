@@ -24,6 +24,7 @@ from localrt.engine.batch.waiting import FairQueue
 from localrt.engine.protocol import Engine
 from localrt.engine.request import Request
 from localrt.engine.sampling import check_integer, check_number
+from localrt.engine.saved_caches import IDLE
 from localrt.engine.types import Chunk
 from localrt.models.tokenizers.base import Tokenizer
 from localrt.models.weight_store import PipelineCounts
@@ -215,11 +216,12 @@ class Live:
         self._room = (0.0, 0)  # time of the last reading; bytes that caches may take
         self._prompt_tokens = self._cached_tokens = self._completion_tokens = 0
         self._changed = threading.Condition()
-        self._woken = self._closing = False
+        self._woken = self._closing = self._drops = False
         # All submitted sequences: running, waiting and paused.
         self._submitted: weakref.WeakSet[BatchSequence[LiveAnswer]] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="localrt-live", daemon=True)
         self._thread.start()
+        IDLE.add(self)
 
     def submit(
         self,
@@ -287,6 +289,11 @@ class Live:
             self._changed.notify()
         done.wait()
 
+    def drop(self, marks: frozenset[str]) -> None:
+        """Free the caches that are not in use, whatever they hold, after the running pass."""
+        self._drops = True
+        self._wake()
+
     @property
     def closed(self) -> bool:
         """Whether the batch accepts no more requests."""
@@ -346,6 +353,9 @@ class Live:
 
     def _end_and_pause(self) -> None:
         """End cancelled answers; pause, resume or end answers whose readers are behind."""
+        if self._drops:
+            self._drops = False
+            self._schedule.forget()
         self._park(self._save)
         for seq in [*self._schedule.sequences, *self._waiting.items()]:
             if seq.request.cancel.is_set():
