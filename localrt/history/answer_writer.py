@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from localrt.common.errors import CancelledError, OptionError
-from localrt.history.operations import Finish, Piece
-from localrt.history.outbox import Outbox, Rows
+from localrt.history.operations import Finish, Operation, Piece
 
 _ENDS = ("done", "cancelled", "failed")
 _SENTENCE_END = re.compile(r"[.!?…。！？][\"')\]]*\s|\n")
@@ -25,22 +24,20 @@ class AnswerWriter:
     ends it: as ``"done"``, or after an exception as ``"failed"`` (``"cancelled"`` for
     ``CancelledError``).
 
-    Nothing of it fails: what cannot be saved now waits (``History.problem``). ``before`` is the
-    state of an answer that was reopened: without a ``write`` it stays as it was.
+    Nothing of it fails: what cannot be saved now waits (``History.problem``). ``keep`` makes its
+    changes, of the conversation and the turn of ``place``, as the process ``writer``. ``before`` is
+    the state of an answer that was reopened: without a ``write`` it stays as it was.
     """
 
     def __init__(
         self,
-        outbox: Outbox,
-        conversation: str,
-        turn: int,
-        seen: Rows | None,
-        *,
+        keep: Callable[[Operation], None],
+        place: Mapping[str, Any],
+        writer: str,
         before: str | None = None,
     ) -> None:
-        self._outbox, self._conversation, self._seen = outbox, conversation, seen
-        self._before = before
-        self.turn = turn
+        self._keep, self._place, self._writer, self._before = keep, place, writer, before
+        self.turn: int = place["turn"]
         self._saved = ""
         self._open = ""
         self._saved_at = time.monotonic()
@@ -58,7 +55,7 @@ class AnswerWriter:
         if _SENTENCE_END.search(self._open) or (self._open and waited >= _SAVE_SECONDS):
             self._saved_at = time.monotonic()
             start, self._saved, self._open = len(self._saved), self.text, ""
-            self._keep(Piece, writer=self._outbox.window, start=start, text=self._saved)
+            self._keep(Piece(**self._place, writer=self._writer, start=start, text=self._saved))
 
     def finish(self, state: str = "done", *, info: Mapping[str, Any] | None = None) -> None:
         """End the answer; ``state`` is ``"done"``, ``"cancelled"`` or ``"failed"``."""
@@ -68,7 +65,7 @@ class AnswerWriter:
             return
         if self._before is not None and not self.text:
             state, info = self._before, None
-        self._keep(Finish, state=state, text=self.text, info=info)
+        self._keep(Finish(**self._place, state=state, text=self.text, info=info))
         self._finished = True
 
     def __enter__(self) -> AnswerWriter:
@@ -79,7 +76,3 @@ class AnswerWriter:
             self.finish("cancelled")
         else:
             self.finish("done" if error is None else "failed")
-
-    def _keep(self, kind: type[Piece] | type[Finish], **values: Any) -> None:
-        values |= {"conversation": self._conversation, "turn": self.turn}
-        self._outbox.keep(kind(**values), self._seen)

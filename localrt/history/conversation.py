@@ -252,7 +252,7 @@ class Conversation:
         """
         how: dict[str, Any] = {"state": "writing", "writer": self._outbox.window}
         number = self._add(role, "", after, info=info or {}, **how)
-        return AnswerWriter(self._outbox, self.id, number, self._seen)
+        return self._writer(number)
 
     def edit_answer(self, number: int, text: str) -> Turn:
         """Add an answer with this text beside answer ``number``, whose thoughts it keeps.
@@ -284,7 +284,7 @@ class Conversation:
         if ended and not old.info.get("edited") and "stop" not in self.options:
             raise OptionError("the answer is finished: edit it, or answer the question again")
         self._submit(Reopen(conversation=self.id, turn=number, writer=self._outbox.window))
-        return AnswerWriter(self._outbox, self.id, number, self._seen, before=old.state)
+        return self._writer(number, old.state)
 
     def remove(self, number: int, *, sweep: bool = True) -> None:
         """Remove a turn and what follows it, with their words in the search index and saved KV
@@ -323,6 +323,11 @@ class Conversation:
     def _submit(self, operation: Operation) -> None:
         self._outbox.submit(operation, self._seen)
 
+    def _writer(self, turn: int, before: str | None = None) -> AnswerWriter:
+        keep, place = self._outbox.keep, {"conversation": self.id, "turn": turn}
+        own = self._outbox.window
+        return AnswerWriter(lambda operation: keep(operation, self._seen), place, own, before)
+
     def _row(self) -> sqlite3.Row:
         rows = self._read("conversation", "SELECT * FROM conversation WHERE id = ?")
         if not rows:
@@ -340,6 +345,8 @@ class Conversation:
     def _tree(self) -> tuple[dict[int, sqlite3.Row], dict[int | None, list[int]]]:
         """All turns by number, and by parent the numbers of its alternatives, oldest first."""
         rows = self._read("turn", "SELECT * FROM turn WHERE conversation = ?")
+        if "conversation" not in (self._seen or {}):
+            self._row()
         siblings: dict[int | None, list[int]] = {}
         for row in sorted(rows, key=lambda row: (row["created"], row["id"])):
             siblings.setdefault(row["parent"], []).append(row["id"])

@@ -180,6 +180,11 @@ class Database:
                 raise
 
     @property
+    def is_closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    @property
     def is_open(self) -> bool:
         """Whether the file can be written, as far as is known."""
         return bool(self._connections) and self._why is None
@@ -231,7 +236,7 @@ class Database:
                 f"{path} is of a newer localrt (version {newer}): left as it is, "
                 f"conversations go to {self.path.name}",
             )
-            return _opened_or_fail(self.path), None
+            return _opened_instead(self.path)
         except (OSError, sqlite3.OperationalError) as error:
             place = f"open {path}" if path.exists() else f"keep conversations in {path.parent}"
             why = f"cannot {place}: {_reason(error)}"
@@ -241,10 +246,14 @@ class Database:
                     return _opened_to_read(path), unavailable
             return None, unavailable
         except sqlite3.DatabaseError as error:
-            aside = _put_aside(path)
+            try:
+                aside = _put_aside(path)
+            except OSError as failed:
+                why = f"{path} is damaged, and cannot be put aside: {reason_of(failed)}"
+                return None, UnavailableError(why)
             note = f"{path} is damaged ({error}): kept as {aside.name}, a new one is begun"
             self.notes += (note,)
-            return _opened_or_fail(path), None
+            return _opened_instead(path)
 
     def _was_moved(self) -> bool:
         """Whether another file, or none, is where the open one was, or it has come back."""
@@ -476,11 +485,11 @@ def _opened_twice(path: Path, *, check: bool) -> sqlite3.Connection:
     return _opened(path)
 
 
-def _opened_or_fail(path: Path) -> sqlite3.Connection:
+def _opened_instead(path: Path) -> tuple[sqlite3.Connection | None, UnavailableError | None]:
     try:
-        return _opened(path)
+        return _opened(path), None
     except (OSError, sqlite3.Error, _NewerError) as error:
-        raise UnavailableError(f"cannot open {path}: {error}") from error
+        return None, UnavailableError(f"cannot open {path}: {_reason(error)}")
 
 
 def _put_aside(path: Path) -> Path:

@@ -139,22 +139,28 @@ def as_json(conversation: Exported, turns: Sequence[Turn]) -> str:
     return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
 
 
-def as_branches(conversation: Conversation) -> str:
-    """All turns, and the draft, in the form that ``History.load_file`` reads."""
-    shown, messages = conversation.turns, list[dict[str, object]]()
-    for turn, parent in conversation.tree():
-        content = joined_content(turn.content, turn.pictures, _as_data)
-        place = {"id": str(turn.id), "parent": str(parent or ""), "created": turn.created}
-        messages.append({**turn.message, "content": content, **place})
-    record = {
-        "title": conversation.title,
-        "model": conversation.model,
-        "system": conversation.system,
-        "options": conversation.options,
-        "current": str(shown[-1].id) if shown else "",
-        "draft": conversation.draft,
-        "messages": messages,
-    }
+def as_branches(conversation: Conversation | None, said: Sequence[str]) -> str:
+    """All turns, and the draft, in the form that ``History.load_file`` reads. What was ``said`` and
+    is not among them, since what it followed was deleted, is a message of its own.
+    """
+    record: dict[str, Any] = {}
+    messages, turns = list[dict[str, object]](), list[Turn]()
+    if conversation is not None:
+        for turn, parent in conversation.tree():
+            turns.append(turn)
+            content = joined_content(turn.content, turn.pictures, _as_data)
+            place = {"id": str(turn.id), "parent": str(parent or ""), "created": turn.created}
+            messages.append({**turn.message, "content": content, **place})
+        names = ("title", "model", "system", "options", "draft")
+        record = {name: getattr(conversation, name) for name in names}
+        record["current"] = next((str(turn.id) for turn in reversed(conversation.turns)), "")
+    there: set[object] = {"", *(record.get(name) for name in ("draft", "title", "system"))}
+    there |= {turn.content for turn in turns}
+    for number, text in enumerate(said):
+        if text not in there:
+            place = {"id": f"alone-{number}", "parent": ""}
+            messages.append({"role": "user", "content": text, **place})
+    record["messages"] = messages
     return json.dumps(record, ensure_ascii=False, indent=2, default=str) + "\n"
 
 

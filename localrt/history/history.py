@@ -139,12 +139,18 @@ class History(Closing):
 
         written = list[Path]()
         for id in self._outbox.waiting:
-            with suppress(GoneError):  # it is to be deleted
-                text = as_branches(Conversation(self._outbox, id))
-                path = user_path(folder) / f"unsaved-{id[:12]}.json"
-                write_text(path, text, private=True, folder=True)
-                written.append(path)
-                self._outbox.written_elsewhere(id)
+            changes = self._outbox.unsaved_of(id)
+            if all(isinstance(each, Delete) for each in changes):
+                continue
+            shown = None
+            with suppress(GoneError):
+                shown = Conversation(self._outbox, id)
+            path = user_path(folder) / f"unsaved-{id[:12]}.json"
+            text = as_branches(shown, [change.said for change in changes])
+            write_text(path, text, private=True, folder=True)
+            written.append(path)
+            for change in changes:
+                change.elsewhere = True
         return tuple(written)
 
     def list(

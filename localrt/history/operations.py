@@ -36,6 +36,11 @@ class Operation:
     words: ClassVar[bool] = True
     sync: ClassVar[bool] = True
 
+    @property
+    def said(self) -> str:
+        """What somebody wrote."""
+        return ""
+
     def apply(self, connection: sqlite3.Connection) -> None:
         """Make the change, in a transaction of the caller.
 
@@ -94,6 +99,10 @@ class Begin(Operation):
         return bool(self.turns or self.title)
 
     @property
+    def said(self) -> str:
+        return self.title
+
+    @property
     def sync(self) -> bool:  # type: ignore[override]
         return self.words
 
@@ -135,6 +144,10 @@ class Set(Operation):
     def words(self) -> bool:  # type: ignore[override]
         return bool(self.facts.get("title")) or self.pinned is not None
 
+    @property
+    def said(self) -> str:
+        return "\n".join(filter(None, (self.facts.get("title"), self.facts.get("system"))))
+
     def apply(self, connection: sqlite3.Connection) -> None:
         row = conversation_row(connection, self.conversation)
         values = dict(self.facts)
@@ -158,6 +171,10 @@ class Add(Operation):
 
     turn: TurnData
     number: int = field(default=0, init=False)  # the turn's, once it was applied
+
+    @property
+    def said(self) -> str:
+        return self.turn.content
 
     def apply(self, connection: sqlite3.Connection) -> None:
         settle_cut(connection)
@@ -206,6 +223,10 @@ class Piece(OfTurn):
     text: str
     sync: ClassVar[bool] = False
 
+    @property
+    def said(self) -> str:
+        return self.text
+
     def apply(self, connection: sqlite3.Connection) -> None:
         row = turn_row(connection, self.conversation, self.turn)
         start = self.start
@@ -230,6 +251,10 @@ class Finish(OfTurn):
     state: str
     text: str
     info: Mapping[str, Any] | None = None
+
+    @property
+    def said(self) -> str:
+        return self.text
 
     def apply(self, connection: sqlite3.Connection) -> None:
         turn_row(connection, self.conversation, self.turn)
@@ -268,6 +293,10 @@ class KeepDraft(Operation):
     @property
     def words(self) -> bool:  # type: ignore[override]
         return bool(self.text)
+
+    @property
+    def said(self) -> str:
+        return self.text
 
     def apply(self, connection: sqlite3.Connection) -> None:
         conversation_row(connection, self.conversation)

@@ -41,7 +41,8 @@ _READ = {  # of a conversation
     "aside": "SELECT conversation, pinned FROM aside WHERE conversation = ?",
     "draft": "SELECT * FROM draft WHERE conversation = ?",
     "turn": "SELECT * FROM turn WHERE conversation = ?",
-    "piece": "SELECT piece.* FROM piece JOIN turn ON turn.id = turn WHERE conversation = ?",
+    "piece": "SELECT turn, text FROM piece JOIN turn ON turn.id = turn"
+    " WHERE conversation = ? ORDER BY piece.id",
 }
 _MERGED_PAGES = 50  # of the word index, in one transaction
 _MERGE_SECONDS = 0.03  # at a time
@@ -100,13 +101,19 @@ class Outbox:
         were last read, for when the file cannot be.
 
         Raises:
-            UnavailableError: the file cannot be read now.
+            UnavailableError: the file cannot be read now, and was not before.
         """
         with self._lock:
-            if (waiting := self._waiting.get(id)) is not None:
-                waiting.seen = seen or waiting.seen
-                return self._shown(id, waiting).execute(query, values).fetchall()
-        return self.database.rows(query, values)
+            if (waiting := self._waiting.get(id)) is None:
+                try:
+                    return self.database.rows(query, values)
+                except UnavailableError as error:
+                    if not seen:
+                        raise
+                    self._reason = error
+                    waiting = self._waiting[id] = _Waiting(seen)
+            waiting.seen = seen or waiting.seen
+            return self._shown(id, waiting).execute(query, values).fetchall()
 
     def rows_of_waiting(self, query: str) -> list[sqlite3.Row]:
         """Rows of the conversations of which something waits; each is read as a whole."""
@@ -205,11 +212,16 @@ class Outbox:
     def keep(self, operation: Operation, seen: Rows | None = None) -> None:
         """Make a change that nobody can repeat: ``submit``, but what it changes may have been
         deleted by others, and then it waits. What this process has deleted is not missed.
+
+        Raises:
+            StorageError: the history is closed.
         """
         with self._lock:
             try:
                 self.submit(operation, seen)
             except StorageError as error:
+                if self.database.is_closed:
+                    raise
                 if {operation.conversation, getattr(operation, "turn", None)} & self._deleted:
                     return
                 operation.problem = str(error) if isinstance(error, GoneError) else ""
@@ -327,12 +339,9 @@ class Outbox:
             operations = [operation for each in found for operation in each.operations]
         return [each for each in operations if _counts(each) and not each.elsewhere]
 
-    def written_elsewhere(self, id: str) -> None:
-        """Note that what waits of a conversation is also in another place."""
-        with self._lock:
-            if (waiting := self._waiting.get(id)) is not None:
-                for operation in waiting.operations:
-                    operation.elsewhere = True
+    def unsaved_of(self, id: str) -> list[Operation]:
+        """The changes of a conversation that ``count`` counts."""
+        return [operation for operation in self._unsaved() if operation.conversation == id]
 
     @property
     def problem(self) -> str:

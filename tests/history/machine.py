@@ -437,8 +437,8 @@ class Storage(RuleBasedStateMachine):
                 and key[0] == "write"
                 and id_of(operation) not in window.operations()
             ):
-                kept = copy.deepcopy(self.file.get(id, Kept()))
-                if not change(kept):
+                deletes = any(e.id == id and e.key == ("delete",) for e in window.waiting)
+                if deletes or not change(copy.deepcopy(view)):
                     assert {id, key[1]} & window.deleted, "words were dropped"
                     continue
             replaced = before - window.operations()

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -439,9 +440,10 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         model.answer = ["Short."]
         await pilot.press("ctrl+r")
         await until(pilot, lambda: screen.answers(app)[-1:] == ["Short."] and idle(app))
-        problems = [line for line in screen.notices(app, "error") if "not on disk yet" in line]
-        assert len(problems) == 1
-        assert "full" in problems[0]
+        told = lambda: [n for n in screen.notices(app, "error") if "not on disk yet" in n]  # noqa: E731
+        await until(pilot, told)
+        assert len(told()) == 1
+        assert "full" in told()[0]
         assert screen.users(app) == ["One", "Two", "Three"]
         assert model.given("user") == ["One", "Two", "Three"]
         await pilot.press("ctrl+q")
@@ -456,6 +458,28 @@ async def test_full_disk(model: FakeModel, opening: Opening) -> None:
         turns = history.open(history.list()[0].id).turns
         assert [t.content for t in turns if t.role == "user"] == ["One", "Two", "Three"]
         assert turns[-1].branches == 2
+
+
+async def test_no_room_at_the_start(model: FakeModel, tmp_path: Path) -> None:
+    """The app opens, says what is not saved, asks at the end, and tries again."""
+    (tmp_path / "data").write_text("not a folder yet")
+    path = tmp_path / "data" / "h.db"
+    opening = partial(History, path, patient=True)
+    async with running(model, history=opening) as (app, pilot):
+        await asked(pilot, "Hi")
+        await until(pilot, lambda: "not on disk yet" in "".join(screen.notices(app, "error")))
+        await pilot.press("ctrl+n")
+        await until(pilot, lambda: not screen.users(app))
+        await pilot.press("ctrl+q")
+        await until(pilot, lambda: isinstance(app.screen, Ask))
+        await pilot.press(*str(tmp_path / "data"), "enter")
+        await until(pilot, lambda: "cannot" in str(app.screen.query_one("#problem").render()))
+        await pilot.press(*"x", "enter")
+        await until(pilot, lambda: not app.is_running)
+    (written,) = (tmp_path / "datax").iterdir()
+    with History(tmp_path / "later.db") as history:
+        (talk,) = history.load_file(written).conversations
+        assert [turn.content for turn in talk.turns] == ["Hi", "Hello there."]
 
 
 async def test_no_history(model: FakeModel, tmp_path: Path) -> None:

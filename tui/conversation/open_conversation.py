@@ -44,7 +44,7 @@ class OpenConversation:
         self._facts: dict[str, Any] = {name: getattr(stored, name) for name in _FACTS}
         self._writing = set[int]()  # turns being written by this window
         self._hidden = set[int]()  # hidden turns; everything after them is hidden too
-        self._version = stored.version
+        self._version = -1  # of the file, when it was last read
         self._turns = stored.turns
 
     @property
