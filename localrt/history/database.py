@@ -229,6 +229,9 @@ class Database:
         first = self._opened == 0
         try:
             private_folder(path.parent)
+            if not path.exists() and _log_of(path):
+                aside = f"{_put_aside(path).name}-wal"
+                self.notes += (f"{path} is missing, beside its log: that is kept as {aside}",)
             return _opened_twice(path, check=first), None
         except _NewerError as newer:
             self.path = path.with_name(f"{path.stem}.v{_VERSION}{path.suffix}")
@@ -340,6 +343,10 @@ class Database:
 
     def _close_connection(self) -> None:
         with suppress(sqlite3.Error):
+            if self._connections and self._was_moved():
+                # What is in the log goes to the file, wherever that is: the log may stay behind.
+                self._connections[0].execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with suppress(sqlite3.Error):
             _close(self._connections)
 
     @contextmanager
@@ -447,11 +454,17 @@ def _renew(connection: sqlite3.Connection) -> None:
     connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {moved} COMMIT;")
 
 
+def _log_of(path: Path) -> int:
+    """The bytes of the file's write-ahead log."""
+    with suppress(OSError):
+        return path.with_name(path.name + "-wal").stat().st_size
+    return 0
+
+
 def _opened_to_read(path: Path) -> sqlite3.Connection:
     """A file that cannot be written, such as one on a disk that is full, or read-only."""
     place = f"file:{quote(str(path.absolute()))}?mode=ro"
-    wal = path.with_name(path.name + "-wal")
-    alone = "&immutable=1" if not wal.exists() or not wal.stat().st_size else ""
+    alone = "" if _log_of(path) else "&immutable=1"
     for end in ("", alone):
         connection = _connected(place + end, uri=True)
         try:

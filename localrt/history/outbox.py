@@ -390,7 +390,7 @@ class Outbox:
         """Stop trying, after the last try. What waits stays in this process."""
         self._stop.set()
         if self.database.path is not None:
-            self.flush(anew=True)
+            self.flush(anew=self.count > 0)
 
     # -- what deleting owes ----------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -46,6 +47,7 @@ from tests.campaigns.workloads import (
     preloaded,
     prepare,
 )
+from tests.history.machine import EXAMPLE_STEPS, drive
 from tests.store.test_writer import contents
 
 # -- power loss ------------------------------------------------------------------------------------
@@ -227,6 +229,7 @@ def child(name: str, folder: str) -> None:
 READ, WRITE, OPEN, CHANGE, SYNC, LOOK, ALL = *(1 << n for n in range(6)), (1 << 6) - 1
 SHORT, SLOW = -1, -2  # effects on a call, beside errors by their numbers
 ALWAYS, _SLOW_US, _FLIPS = 1 << 62, 10_000_000, 100.0  # flips for each try of a fault
+_STEPS = 10_000.0  # with a history, the same
 _OTHER_WORDS = ("full", "disk I/O error", "unable to open database file", "readonly", "malformed")
 FAULTS = {  # which calls misbehave, how, how many of them, and the share of tries
     "read fails": (READ, errno.EIO, 1, 1.0),
@@ -368,17 +371,31 @@ def flips(run: Run, folder: Path) -> None:
     _flips(run, "bits of a KV cache", cache, lambda: workloads.check_kv_cache(cache))
 
 
+def histories(run: Run) -> None:
+    """Change and harm one history in any order; a try is a step of the machine."""
+    case, examples = "steps with a history", 100
+    while run.goes_on(case, _STEPS):
+        try:
+            drive(examples)
+        except Exception:  # noqa: BLE001 - whatever is wrong
+            run.found(case, traceback.format_exc()[-5000:])
+        run.tried(case, examples * EXAMPLE_STEPS)
+
+
 # -- the campaign ----------------------------------------------------------------------------------
 
 
 def storage(run: Run) -> None:
-    """Kill localrt and cut its power while it writes; make disks fail; flip what is kept."""
+    """Kill localrt and cut its power while it writes; make disks fail; flip what is kept; harm a
+    history while windows change it.
+    """
     power_loss(run)
     disk = FaultyDisk()
     workloads.end_faults = disk.recover
     try:
         faults(run, disk)
         flips(run, disk.root)
+        histories(run)
     finally:
         disk.close()
 

@@ -20,12 +20,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
     invariant,
     rule,
+    run_state_machine_as_test,
 )
 
 from localrt import AnswerWriter, Conversation, History, OptionError, StorageError
@@ -314,8 +316,8 @@ class Storage(RuleBasedStateMachine):
             self._patch(module, "is_alive", lambda name: name in self.alive)
         self._patch(outbox, "own_name", outbox.own_name)
         cache = f"{self.folder}/cache"
-        settings = SimpleNamespace(from_environment=lambda: SimpleNamespace(cache_dir=Path(cache)))
-        self._patch(outbox, "Settings", settings)
+        folders = SimpleNamespace(from_environment=lambda: SimpleNamespace(cache_dir=Path(cache)))
+        self._patch(outbox, "Settings", folders)
         for name in ("submit", "keep"):
             self._patch(Outbox, name, self._noting(getattr(Outbox, name)))
         self._operations = list[Any]()
@@ -750,3 +752,12 @@ class Storage(RuleBasedStateMachine):
             for number, turn in kept.turns.items():
                 kept.turns[number] = Turn(turn.parent, turn.role, turn.text)
         return expected
+
+
+EXAMPLE_STEPS = 50
+
+
+def drive(examples: int) -> None:
+    """Run so many sequences of ``EXAMPLE_STEPS`` steps."""
+    how = settings(max_examples=examples, stateful_step_count=EXAMPLE_STEPS)
+    run_state_machine_as_test(Storage, settings=how)  # type: ignore[no-untyped-call]

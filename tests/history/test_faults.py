@@ -201,6 +201,24 @@ def the_file_is_removed(world: World) -> None:
     assert world.kept() == {"one": ["one", "two"]}
 
 
+def the_file_alone_is_moved(world: World) -> None:
+    """Its log stays behind, and is not lost with it: nor by a start meanwhile."""
+    window = world.window()
+    talk = asked(window, "one")
+    away = world.path.with_name("away")
+    world.path.rename(away)
+    assert window.save(), "nothing waits"
+    window.close()
+    assert not world.path.exists()
+    away.rename(world.path)
+    assert world.kept() == {"one": ["one"]}
+    killed = world.window()
+    killed.open(talk.id).add("user", "two")
+    world.path.rename(away)
+    later = world.window()  # which begins another file
+    assert later.notes[0].startswith(f"{world.path} is missing, beside its log: that is kept as ")
+
+
 def the_file_is_gone_for_good(world: World) -> None:
     window = world.window()
     talk = asked(window, "one")
@@ -445,6 +463,7 @@ ROWS: list[Callable[[World], None]] = [
     a_second_message_gives_no_title,
     others_change_its_facts,
     the_file_is_removed,
+    the_file_alone_is_moved,
     the_file_is_gone_for_good,
     a_clock_is_set_while_an_answer_is_written,
     an_empty_window_for_a_day,
