@@ -84,8 +84,10 @@ TABLES = """
         DELETE FROM picture WHERE digest = old.picture;
     END;
 """
-# Drafts by the names of the windows that wrote them. What has been deleted, and must still leave
-# the saved KV caches (``marks``, ``since``) or the word index (no marks, ``steps`` done).
+# Drafts by the names of the windows that wrote them. What has been deleted and must still leave
+# the saved KV caches (``marks``, ``since``), or the word index: as ``gone`` turns, and by merging
+# it (no marks, ``steps`` done). FTS5 has a mode that does so at once, in a form that SQLite before
+# 3.42 cannot read, which other programs with this file may have.
 _NEW_TABLES = """
     CREATE {temp} TABLE IF NOT EXISTS draft (
         conversation TEXT NOT NULL,
@@ -99,6 +101,7 @@ _NEW_TABLES = """
         since REAL,
         steps INTEGER NOT NULL DEFAULT 0
     );
+    CREATE {temp} TABLE IF NOT EXISTS gone (id INTEGER PRIMARY KEY, content TEXT NOT NULL);
 """
 _WORDS = """
     CREATE VIRTUAL TABLE IF NOT EXISTS turn_text
@@ -106,8 +109,9 @@ _WORDS = """
     CREATE TRIGGER IF NOT EXISTS turn_added AFTER INSERT ON turn BEGIN
         INSERT INTO turn_text (rowid, content) VALUES (new.id, new.content);
     END;
-    CREATE TRIGGER IF NOT EXISTS turn_gone AFTER DELETE ON turn BEGIN
-        INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);
+    DROP TRIGGER IF EXISTS turn_gone;
+    CREATE TRIGGER turn_gone AFTER DELETE ON turn BEGIN
+        INSERT OR REPLACE INTO gone (id, content) VALUES (old.id, old.content);
     END;
     CREATE TRIGGER IF NOT EXISTS turn_written AFTER UPDATE OF content ON turn BEGIN
         INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', old.id, old.content);

@@ -44,8 +44,8 @@ _READ = {  # of a conversation
     "piece": "SELECT turn, text FROM piece JOIN turn ON turn.id = turn"
     " WHERE conversation = ? ORDER BY piece.id",
 }
-_MERGED_PAGES = 50  # of the word index, in one transaction
-_MERGE_SECONDS = 0.03  # at a time
+_INDEX_TURNS, _MERGED_PAGES = 100, 50  # of the word index, in one transaction
+_INDEX_SECONDS = 0.03  # at a time
 
 Rows = dict[str, Sequence[sqlite3.Row]]
 
@@ -396,8 +396,8 @@ class Outbox:
 
     def _owes(self) -> bool:
         with suppress(StorageError):
-            path = self.database.path
-            return path is not None and bool(self.database.rows("SELECT 1 FROM debt LIMIT 1"))
+            owed = "SELECT 1 WHERE EXISTS (SELECT * FROM debt) OR EXISTS (SELECT * FROM gone)"
+            return self.database.path is not None and bool(self.database.rows(owed))
         return False
 
     def pay(self) -> None:
@@ -411,13 +411,16 @@ class Outbox:
     def _pay(self) -> None:
         if self.database.path is None:
             return
-        for debt in self.database.rows("SELECT * FROM debt ORDER BY id"):
+        until = time.monotonic() + _INDEX_SECONDS
+        for debt in self.database.rows("SELECT * FROM debt ORDER BY marks IS NULL, id"):
             if debt["marks"] is not None:
                 self._forget_caches(frozenset(json.loads(debt["marks"])), debt["since"])
-            elif not self._merged(debt["id"], debt["steps"]):
+            elif not self._left_index(until) or not self._merged(debt["id"], debt["steps"], until):
                 continue
             with self.database.transaction(sync=False) as connection:
                 connection.execute("DELETE FROM debt WHERE id = ?", (debt["id"],))
+        if self.database.rows("SELECT 1 FROM gone LIMIT 1"):
+            self._left_index(until)
         self._owing = ""
 
     def _forget_caches(self, marks: frozenset[str], since: float) -> None:
@@ -429,11 +432,25 @@ class Outbox:
             self._owing = f"deleted words are still in saved KV caches: {error}"
             raise
 
-    def _merged(self, debt: int, steps: int) -> bool:
-        """Merge a part of the word index, which holds deleted words until it is merged; return
-        whether it is.
+    def _left_index(self, until: float) -> bool:
+        """Take deleted turns out of the word index; whether none is left. It then holds their words
+        until it is merged.
         """
-        done, until = False, time.monotonic() + _MERGE_SECONDS
+        while time.monotonic() < until:
+            with self.database.transaction(sync=False) as connection:
+                some = "SELECT * FROM gone LIMIT ?"
+                rows = connection.execute(some, (_INDEX_TURNS,)).fetchall()
+                if not rows:
+                    return True
+                take = "INSERT INTO turn_text (turn_text, rowid, content) VALUES ('delete', ?, ?)"
+                connection.executemany(take, map(tuple, rows))
+                gone = [(row["id"],) for row in rows]
+                connection.executemany("DELETE FROM gone WHERE id = ?", gone)
+        return False
+
+    def _merged(self, debt: int, steps: int, until: float) -> bool:
+        """Merge a part of the word index; return whether all of it is merged."""
+        done = False
         while not done and time.monotonic() < until:
             pages = _MERGED_PAGES if steps else -_MERGED_PAGES  # the first step marks all
             steps += 1

@@ -247,7 +247,7 @@ def test_older_file(tmp_path: Path, asides: str) -> None:
                 change.apply(connection)
             history.open(id).add("user", f"word {id}")
     with closing(sqlite3.connect(path)) as connection:
-        old = f"DROP TABLE draft; DROP TABLE debt; DROP TABLE aside; {asides}"
+        old = f"DROP TABLE draft; DROP TABLE debt; DROP TABLE gone; DROP TABLE aside; {asides}"
         connection.executescript(f"{old} PRAGMA user_version = 2")
     with History(path) as history:
         found = {info.id: info for info in history.list("word")}
