@@ -234,8 +234,8 @@ class Database:
         try:
             private_folder(path.parent)
             if not path.exists() and _log_of(path):
-                aside = f"{_put_aside(path).name}-wal"
-                self.notes += (f"{path} is missing, beside its log: that is kept as {aside}",)
+                kept = f"{_put_aside(path).name}-wal"
+                self.notes += (f"{path} is missing, beside its log: that is kept as {kept}",)
             return _opened_twice(path, check=first), None
         except _NewerError as newer:
             self.path = path.with_name(f"{path.stem}.v{_VERSION}{path.suffix}")
