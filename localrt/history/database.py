@@ -389,10 +389,12 @@ class _Connection(sqlite3.Connection):
             return super().execute(query, [paired(v) if isinstance(v, str) else v for v in values])
 
 
-def _connected(path: Path | str, *, uri: bool = False) -> sqlite3.Connection:
+def _connected(
+    path: Path | str, *, uri: bool = False, busy: float = _OPENED_BUSY_SECONDS
+) -> sqlite3.Connection:
     connection = sqlite3.connect(
         path,
-        timeout=_OPENED_BUSY_SECONDS,
+        timeout=busy,
         isolation_level=None,
         check_same_thread=False,
         factory=_Connection,
@@ -426,7 +428,7 @@ def _opened(path: Path, *, check: bool = True) -> sqlite3.Connection:
     private_file(path)  # SQLite's other files get the same permissions
     for beside in path.parent.glob(f"{glob.escape(path.name)}[-.]*"):  # -wal, .damaged-2026...
         keep_private(beside)
-    connection = _connected(path)
+    connection = _connected(path, busy=_OPENED_BUSY_SECONDS if check else _BUSY_SECONDS)
     try:
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if version > _VERSION:

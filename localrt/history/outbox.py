@@ -112,6 +112,7 @@ class Outbox:
                         raise
                     self._reason = error
                     waiting = self._waiting[id] = _Waiting(seen)
+                    self.watch()
             waiting.seen = seen or waiting.seen
             return self._shown(id, waiting).execute(query, values).fetchall()
 
@@ -376,9 +377,9 @@ class Outbox:
 
     def _retry(self) -> None:
         while True:
-            locked = self._reason is not None and self._reason.locked
-            busy = locked or (self._reason is None and not self._owing)
-            if self._stop.wait(_PAUSE_SECONDS if busy else _LONG_PAUSE_SECONDS):
+            reason = self._reason
+            soon = reason.locked if reason is not None else not (self.count or self._owing)
+            if self._stop.wait(_PAUSE_SECONDS if soon else _LONG_PAUSE_SECONDS):
                 return
             self.flush()
             with self._lock:
@@ -404,8 +405,12 @@ class Outbox:
         """Remove deleted words from the saved KV caches and, if it is small, from the word index; a
         large one follows in a thread.
         """
-        with self._flushing, suppress(StorageError):
-            self._pay()
+        if self._flushing.acquire(blocking=False):
+            try:
+                with suppress(StorageError):
+                    self._pay()
+            finally:
+                self._flushing.release()
         self.watch()
 
     def _pay(self) -> None:
