@@ -160,7 +160,8 @@ class ChatApp(App[None]):
         self._model_before: str | None = None  # the model loaded before
         self._next_model: str | None = None  # chosen while another was loading
         self._ticker: Timer | None = None
-        self._asked_to_leave: Ask | None = None
+        self._asked_to_leave: Ask | None = None  # what to do with what is not saved
+        self._asked = False
         self._copying = asyncio.Lock()
         self.state = ChatState(
             history,
@@ -483,11 +484,12 @@ class ChatApp(App[None]):
         if problem and not (self._asked_to_leave is not None and self._asked_to_leave.is_current):
             question = f"{problem}. Name a folder to write them to; quitting again gives them up."
             self._asked_to_leave = Ask(clean(question), check=self.state.write_unsaved)
-            ask(self.chat, self._asked_to_leave, lambda folder: self._leave())
+            ask(self.chat, self._asked_to_leave, lambda folder: self._leave(asked=True))
         else:
-            self._leave()
+            self._leave(asked=True)
 
-    def _leave(self) -> None:
+    def _leave(self, *, asked: bool) -> None:
+        self._asked = asked
         if self.failure is None:
             self.exit()
         else:
@@ -541,4 +543,5 @@ class ChatApp(App[None]):
             if self.state.session is not None:
                 self.state.session.leave()
             self._loading.result.close()
-        self.state.close()
+        rest = self.state.close(asked=self._asked)
+        self.failure = "; ".join(filter(None, (self.failure, rest))) or None

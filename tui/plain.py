@@ -286,7 +286,7 @@ class PlainChat:
             toolbox=toolbox,
         )
         self._answers = PlainAnswers(source, out, self.state.toolbox, self.say)
-        self._leaving = False
+        self._leaving = self._given_up = False
         self._attachments = Attachments(embedder)
         self._attached: list[str] = []  # labels of the next message's attachments
         self._last_list: Sequence[ConversationInfo] = ()  # shown by the last /list
@@ -323,7 +323,8 @@ class PlainChat:
             if self.state.session is not None:
                 self.state.session.leave()
             model.close()
-            self.state.close()
+            if rest := self.state.close(asked=self._given_up):
+                self.say(rest)
         return 0
 
     def _tell_news(self) -> None:
@@ -336,6 +337,7 @@ class PlainChat:
             self.say(f"{problem}. Name a folder to write them to; an empty line gives them up:")
             folder = self._source.readline().strip()
             if not folder:
+                self._given_up = True
                 break
             try:
                 self.say(self.state.write_unsaved(folder))

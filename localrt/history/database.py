@@ -137,6 +137,9 @@ _PIECE = 1 << 20
 _CHECKED_WHOLE = 32 << 20  # bytes; larger files are not checked at opening
 
 
+_Identity = tuple[int, int]  # device and number
+
+
 class UnavailableError(StorageError):
     """The file cannot be used now. ``locked``: because another app uses it."""
 
@@ -169,7 +172,8 @@ class Database:
         self._busy = busy
         self._depth = self._opened = 0
         self._connections: list[sqlite3.Connection] = []  # the open one, if any
-        self._file: tuple[int, int] | None = None  # device and number of the file that was opened
+        self._file: _Identity | None = None  # of the file that was opened, and of its log
+        self._log: _Identity | None = None
         self._gone: float | None = None  # since when there is none at ``path``
         self._why: UnavailableError | None = None  # why nothing can be written, if so
         self._closed = False
@@ -208,11 +212,12 @@ class Database:
         with self.lock:
             if self.path is None or self._closed or (self.is_open and not self._was_moved()):
                 return
-            lost = self._gone is not None and time.monotonic() - self._gone > _GONE_SECONDS
-            if self._file is not None and not (anew or lost or self.path.exists()):
+            if self._was_moved():
                 self._close_connection()
+            lost = self._gone is not None and time.monotonic() - self._gone > _GONE_SECONDS
+            if self._file is not None and not (anew or lost or _identity(self.path)):
                 self._gone = self._gone or time.monotonic()
-                self._why = UnavailableError(f"{self.path} was removed")
+                self._why = UnavailableError(f"{self.path} {_why_none(self.path)}")
                 raise self._why
         connection, why = self._connected(self.path)  # may wait: others can go on
         with self.lock:
@@ -224,16 +229,14 @@ class Database:
             self._connections.append(connection)
             self._opened, self._gone = self._opened + 1, None
             connection.execute(f"PRAGMA busy_timeout = {round(self._busy * 1000)}")
-            with suppress(OSError):
-                found = self.path.stat()
-                self._file = found.st_dev, found.st_ino
+            self._file, self._log = _identity(self.path), None
 
     def _connected(self, path: Path) -> tuple[sqlite3.Connection | None, UnavailableError | None]:
         """A connection, if there can be one, and why the file cannot be written, if so."""
         first = self._opened == 0
         try:
             private_folder(path.parent)
-            if not path.exists() and _log_of(path):
+            if not _size(path) and _size(_log_of(path)):
                 kept = f"{_put_aside(path).name}-wal"
                 self.notes += (f"{path} is missing, beside its log: that is kept as {kept}",)
             return _opened_twice(path, check=first), None
@@ -245,7 +248,7 @@ class Database:
             )
             return _opened_instead(self.path)
         except (OSError, sqlite3.OperationalError) as error:
-            place = f"open {path}" if path.exists() else f"keep conversations in {path.parent}"
+            place = f"open {path}" if _identity(path) else f"keep conversations in {path.parent}"
             why = f"cannot {place}: {_reason(error)}"
             unavailable = UnavailableError(why, locked="locked" in str(error))
             if not isinstance(error, OSError) or error.errno in _CANNOT_WRITE:
@@ -263,16 +266,12 @@ class Database:
             return _opened_instead(path)
 
     def _was_moved(self) -> bool:
-        """Whether another file, or none, is where the open one was, or it has come back."""
+        """Whether another file or log, or none, is where the open one was, or it has come back."""
         if self.path is None or self._file is None:
             return False
-        if not self._connections:
-            return True
-        try:
-            found = self.path.stat()
-        except OSError:
-            return True
-        return (found.st_dev, found.st_ino) != self._file
+        log = _identity(_log_of(self.path))
+        self._log = self._log or log  # it is made with the first change
+        return not self._connections or (_identity(self.path), log) != (self._file, self._log)
 
     def _ready(self, *, write: bool) -> sqlite3.Connection:
         """The connection. It is opened again where that takes no time."""
@@ -363,7 +362,10 @@ class Database:
             raise StorageError(f"cannot use {self.path}: {error}") from error
         except sqlite3.Error as error:
             why = f"cannot use {self.path}: {_reason(error)}"
-            raise UnavailableError(why, locked="locked" in str(error)) from error
+            unavailable = UnavailableError(why, locked="locked" in str(error))
+            if "readonly" in str(error):  # SQLite never writes by this connection
+                self._why = unavailable
+            raise unavailable from error
 
 
 def insert(connection: sqlite3.Connection, table: str, **values: object) -> int:
@@ -460,17 +462,39 @@ def _renew(connection: sqlite3.Connection) -> None:
     connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} {moved} COMMIT;")
 
 
-def _log_of(path: Path) -> int:
-    """The bytes of the file's write-ahead log."""
+def _log_of(path: Path) -> Path:
+    """The file's write-ahead log."""
+    return path.with_name(f"{path.name}-wal")
+
+
+def _identity(path: Path) -> _Identity | None:
+    """What tells a file from others; None if there is none, or it cannot be seen."""
     with suppress(OSError):
-        return path.with_name(path.name + "-wal").stat().st_size
+        found = path.stat()
+        return found.st_dev, found.st_ino
+    return None
+
+
+def _why_none(path: Path) -> str:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return "was removed"
+    except OSError as error:
+        return f"cannot be seen: {reason_of(error)}"
+    return "was removed, and is back"
+
+
+def _size(path: Path) -> int:
+    with suppress(OSError):
+        return path.stat().st_size
     return 0
 
 
 def _opened_to_read(path: Path) -> sqlite3.Connection:
     """A file that cannot be written, such as one on a disk that is full, or read-only."""
     place = f"file:{quote(str(path.absolute()))}?mode=ro"
-    alone = "" if _log_of(path) else "&immutable=1"
+    alone = "" if _size(_log_of(path)) else "&immutable=1"
     for end in ("", alone):
         connection = _connected(place + end, uri=True)
         try:

@@ -278,9 +278,6 @@ class Show(OfTurn):
         turn_row(connection, self.conversation, self.turn)
         show(connection, self.conversation, self.turn)
 
-    def replaces(self, earlier: Operation) -> bool:
-        return isinstance(earlier, Show)
-
 
 @dataclass(kw_only=True)
 class KeepDraft(Operation):

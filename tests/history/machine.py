@@ -574,7 +574,7 @@ class Storage(RuleBasedStateMachine):
         if found := self._pick_turn(number, at):
             window, id, turn = found
             made = lambda operation: shown(turn)  # noqa: E731
-            self._did(window, id, made, lambda: window.show(id, turn), ("show",))
+            self._did(window, id, made, lambda: window.show(id, turn))
 
     @rule(number=_NUMBERS)
     def delete(self, number: int) -> None:

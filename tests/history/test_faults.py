@@ -219,6 +219,27 @@ def the_file_alone_is_moved(world: World) -> None:
     assert later.notes[0].startswith(f"{world.path} is missing, beside its log: that is kept as ")
 
 
+def the_log_is_removed(world: World) -> None:
+    window = world.window()
+    asked(window, "one")
+    for end in ("-wal", "-shm"):
+        world.path.with_name(f"{world.path.name}{end}").unlink()
+    assert [each.title for each in window.list()] == ["one"]
+    world.kill(window)
+    assert world.kept() == {"one": ["one"]}
+
+
+def a_disk_that_can_be_written_again(world: World) -> None:
+    """SQLite would go on with a connection that was opened when it could not."""
+    window = world.window()
+    talk = asked(window, "one")
+    window._database.rows("PRAGMA query_only = ON")
+    talk.add("user", "two")
+    assert window.problem.endswith("it is read-only")
+    assert window.save()
+    assert world.kept() == {"one": ["one", "two"]}
+
+
 def the_file_is_gone_for_good(world: World) -> None:
     window = world.window()
     talk = asked(window, "one")
@@ -464,6 +485,8 @@ ROWS: list[Callable[[World], None]] = [
     others_change_its_facts,
     the_file_is_removed,
     the_file_alone_is_moved,
+    the_log_is_removed,
+    a_disk_that_can_be_written_again,
     the_file_is_gone_for_good,
     a_clock_is_set_while_an_answer_is_written,
     an_empty_window_for_a_day,

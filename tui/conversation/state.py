@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import localrt
@@ -480,11 +481,18 @@ class ChatState:
         else:
             self.history.open(id).set(title=title)
 
-    def close(self) -> None:
-        """Called when the app ends: save what is not saved yet and close the file."""
-        with suppress(StorageError):  # the user was asked
+    def close(self, *, asked: bool = False) -> str:
+        """Called when the app ends: save what is not saved yet and close the file. Without having
+        ``asked`` the user, what cannot be saved is written to a folder; returns the line about it.
+        """
+        line = "" if asked else self.unsaved()
+        if line:
+            with suppress(StorageError):
+                line = f"{line}. {self.write_unsaved(mkdtemp(prefix='localrt-unsaved-'))}"
+        with suppress(StorageError):  # it was said
             self.history.close()
         self._memory.close()
+        return line
 
     def _open(self, conversation: OpenConversation, options: dict[str, Any] | None = None) -> None:
         """``options`` override the conversation's; None: those of the command line."""
