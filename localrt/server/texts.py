@@ -224,5 +224,4 @@ ROUTES = (
     Endpoint("/tokenize", "POST", tokenize),
     Endpoint("/detokenize", "POST", detokenize),
     Endpoint("/v1/rerank", "POST", rerank),
-    Endpoint("/v1/reranking", "POST", rerank),
 )
