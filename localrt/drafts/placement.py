@@ -172,16 +172,13 @@ def _place_files(
     if found.place == "no draft":
         return DraftPlace(alone=options, note=f"draft {name} is not used: {found.why}")
     on_gpu = found.place == "draft on GPU"
-    drafting = replace(request, shape=theirs, ctx=ctx, rows=1)
+    drafting = replace(request, shape=theirs, ctx=ctx)
     forecast = find_forecast(drafting if on_gpu else drafting.without_gpu())
     assert forecast is not None, "the memory holds the draft"
-    own = replace(
-        options, engine="native", kv_format=None, activations=None, gpu_memory=None, pass_rows=1
-    )
     place = DraftPlace(
         alone=options,
         target=options,
-        draft=replace(own, device="cpu"),
+        draft=replace(options, device="cpu", gpu_memory=None),
         line=f"draft {name}: {found.why}",
         level_share=found.forecast.tok_s / forecast.tok_s,
     )
@@ -190,7 +187,7 @@ def _place_files(
     return replace(
         place,
         target=replace(options, gpu_memory=opened.capacity - found.nbytes + opened.beside),
-        draft=replace(own, gpu_memory=found.nbytes, ctx=ctx),
+        draft=replace(options, gpu_memory=found.nbytes, ctx=ctx),
         cache_room=sum(theirs.kv_nbytes("bf16", ctx)),
     )
 
