@@ -162,6 +162,8 @@ def identity() -> list[str]:
 
 
 def _cpu(root: Path) -> Cpu:
+    import psutil  # takes ten milliseconds
+
     logical = os.cpu_count() or 1
     # Only some systems can restrict a process to some cores.
     usable = len(system.allowed_cores() or range(logical))
@@ -169,7 +171,7 @@ def _cpu(root: Path) -> Cpu:
     return Cpu(
         name=name or platform.machine() or "unknown processor",
         architecture=platform.machine(),
-        physical_cores=_physical_cores(root) or logical,
+        physical_cores=psutil.cpu_count(logical=False) or logical,
         logical_cores=logical,
         usable_cores=usable,
         cores=find_cores(root),
@@ -177,19 +179,6 @@ def _cpu(root: Path) -> Cpu:
             feature for feature, names in _FEATURES.items() if not flags.isdisjoint(names)
         ),
     )
-
-
-def _physical_cores(root: Path) -> int | None:
-    """The number of physical cores; on Linux without extra packages."""
-    cores = set()
-    for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
-        with suppress(OSError):
-            cores.add(path.read_text(encoding="ascii").strip())
-    if cores:
-        return len(cores)
-    import psutil
-
-    return psutil.cpu_count(logical=False)
 
 
 def _name_and_flags(root: Path) -> tuple[str, set[str]]:
