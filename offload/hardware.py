@@ -1,8 +1,7 @@
-"""Describes this machine: processor, memory, GPUs, and read speeds of memory and disk.
+"""Describes this machine: processor, memory and GPUs.
 
-Functions are divided by cost. `probe` reads what the system already knows, in milliseconds; the
-`measure_*` functions and `gpus` take up to seconds and are called only where asked for. This module
-knows no model, and imports neither torch nor, outside the memory measurement, numpy.
+`probe` reads what the system already knows, in milliseconds; `gpus` asks a driver, which takes up
+to seconds. This module knows no model, and imports neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -11,8 +10,6 @@ import os
 import platform
 import re
 import subprocess
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -40,7 +37,6 @@ _FEATURES = {
 }
 _MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # by PCI's numbers
 _LEAST_OWN_MEMORY = 2 << 30  # an integrated GPU's share of RAM is less
-_MEMORY_SAMPLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +161,9 @@ def identity() -> list[str]:
     return [cpu.name, *cpu.features, str(cpu.cores.threads), __version__]
 
 
-def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float:
-    """Bytes per second that ``threads`` threads read from memory: the best of several kernels.
-
-    It is the floor of decoding: a token cannot take less time than its weights take to be read.
-    """
-    import numpy as np  # imported here: only measuring needs it
-
-    data = np.ones(size // 4, np.float32)
-    parts = np.array_split(data, threads)
-    kernels = (
-        lambda part: float(part @ part),
-        lambda part: int(part.view(np.int32).max()),
-        lambda part: int(np.bitwise_or.reduce(part.view(np.uint32))),
-    )
-    best = 0.0
-    with ThreadPoolExecutor(threads) as pool:
-        for kernel in kernels:
-            for _ in range(3):
-                started = time.perf_counter()
-                list(pool.map(kernel, parts))
-                best = max(best, data.nbytes / (time.perf_counter() - started))
-    return best
-
-
 def _cpu(root: Path) -> Cpu:
+    import psutil  # takes ten milliseconds
+
     logical = os.cpu_count() or 1
     # Only some systems can restrict a process to some cores.
     usable = len(system.allowed_cores() or range(logical))
@@ -197,7 +171,7 @@ def _cpu(root: Path) -> Cpu:
     return Cpu(
         name=name or platform.machine() or "unknown processor",
         architecture=platform.machine(),
-        physical_cores=_physical_cores(root) or logical,
+        physical_cores=psutil.cpu_count(logical=False) or logical,
         logical_cores=logical,
         usable_cores=usable,
         cores=find_cores(root),
@@ -205,19 +179,6 @@ def _cpu(root: Path) -> Cpu:
             feature for feature, names in _FEATURES.items() if not flags.isdisjoint(names)
         ),
     )
-
-
-def _physical_cores(root: Path) -> int | None:
-    """The number of physical cores; on Linux without extra packages."""
-    cores = set()
-    for path in root.glob("sys/devices/system/cpu/cpu[0-9]*/topology/thread_siblings_list"):
-        with suppress(OSError):
-            cores.add(path.read_text(encoding="ascii").strip())
-    if cores:
-        return len(cores)
-    import psutil
-
-    return psutil.cpu_count(logical=False)
 
 
 def _name_and_flags(root: Path) -> tuple[str, set[str]]:

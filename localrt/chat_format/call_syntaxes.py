@@ -182,7 +182,7 @@ class _SyntaxRow:
                 return (*own, quote)
         return own
 
-    def frame(self, mark: str, end: str, id_form: str = "") -> Framed:
+    def frame(self, mark: str, end: str) -> Framed:
         """The notation that reads the text between ``mark`` and ``end``."""
         middle = expression(self.middle, strip=False)
         opening, lead = self.opening, mark
@@ -198,7 +198,6 @@ class _SyntaxRow:
             arguments=arguments,
             section=expression(self.section),
             between=expression(self.end or end),
-            id_form=id_form,
             mark=lead,
             end=end,
         )
@@ -252,7 +251,6 @@ def _family(
     *rows: _SyntaxRow,
     notations: tuple[Notation, ...] = (),
     names: tuple[str, ...] | None = None,
-    id_form: str = "",
     call_start: str = "",
     bare: bool = False,
     primed: str = "",
@@ -261,7 +259,7 @@ def _family(
     """``rows`` between ``mark`` and ``end``; without ``notations``, each is read as a frame, and
     without ``names``, the mark is the name.
     """
-    frames = tuple(row.frame(mark, end, id_form) for row in rows)
+    frames = tuple(row.frame(mark, end) for row in rows)
     marks = marks_in(mark, end, *(text for row in rows for text in row.texts))
     syntax = CallSyntax(
         mark,

@@ -17,10 +17,8 @@ from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 _MARKS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen 2.5 and 3 Coder, CodeGemma
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
-    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
     ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
-    ("<PRE>", "<SUF>", "<MID>"),
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM 4.5
 )
 # Codestral: the text after the gap comes first, and the middle follows the text before it.
@@ -31,7 +29,7 @@ _REPOSITORY, _THIS_FILE = "myproject", "filename"  # llama.cpp's
 _SNIPPET = "\n\n--- snippet ---\n\n"
 # Tokens that end a middle, besides the model's end tokens and the marks themselves.
 _ENDS = (
-    *("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_separator|>", "<|endoftext|>"),
+    *("<|fim_pad|>", "<fim_pad>", "<|file_separator|>", "<|endoftext|>"),
     *("<EOT>", "▁<EOT>", "<|EOT|>", "<reponame>", "<filename>"),
 )
 _SUFFIX_SHARE = 4  # the text after the gap keeps at least 1/4 of the room

@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from localrt import system
 from localrt.cli.help import Examples
 from localrt.cli.options import HUB_FLAGS, Flag, add_flags, add_hub_arguments, flag_values
 from localrt.cli.output import say_result
-from localrt.common.errors import MemoryBudgetError, OptionError
+from localrt.common.errors import OptionError
 from localrt.common.option_names import option
 from localrt.common.settings import DEFAULT_CONTEXT, Settings
 from localrt.library import plan
 from localrt.planning.describe_pc import PRESETS
 from localrt.planning.measure import Hardware
-from localrt.planning.models import find_model, shape_of
 from localrt.planning.plan import Plan
 from localrt.planning.recommend import what_runs
 from localrt.quant.ops.kv_formats import KV_FORMATS
-
-if TYPE_CHECKING:
-    from localrt.drafts.placement import PairPlan
 
 EXAMPLES: Examples = (
     ("localrt plan", "what this PC runs well"),
@@ -44,9 +39,6 @@ _MODEL_HELP = (
     "a short name like qwen3:8b, org/name of the hub, a folder, a .gguf file, or a config.json (or "
     "its folder) without weights (default: what this PC runs well)"
 )
-_ACCEPTANCE_HELP = (
-    "share of the draft's first choices that are accepted, from 0 to 1 (default: 0.7)"
-)
 _PLAN: tuple[Flag, ...] = (
     ("--ctx", int, "TOKENS", f"longest conversation (default: {DEFAULT_CONTEXT})"),
     ("--format", str, "F", "plan as if the weights had this format (default: their own)"),
@@ -54,14 +46,10 @@ _PLAN: tuple[Flag, ...] = (
     ("--batch", int, "N", "sequences at once (default: 1)"),
     ("--kv-on-ssd", bool, None, "keep keys and values that do not fit in RAM on the SSD"),
 )
-_SPECULATION: tuple[Flag, ...] = (
-    ("--draft", str, "MODEL", "a smaller model that drafts the next tokens (default: none)"),
-    ("--acceptance", float, "SHARE", _ACCEPTANCE_HELP),
-)
 _DEFAULTS: dict[str, object] = {"kv_format": "bf16", "batch": 1}
 _OF_A_MODEL = (
-    *("ctx", "format", "kv_format", "batch", "kv_on_ssd", "draft", "acceptance", "details"),
-    *("remeasure", "revision"),
+    *("ctx", "format", "kv_format", "batch", "kv_on_ssd"),
+    *("details", "remeasure", "revision"),
 )
 _MACHINE: tuple[Flag, ...] = (
     (
@@ -96,7 +84,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show where the weights go, memory, where the time goes, and all notes",
     )
     add_flags(parser, _PLAN, **_DEFAULTS)
-    add_flags(parser.add_argument_group("speculation"), _SPECULATION)
     add_flags(
         parser.add_argument_group(
             "hardware", "what you leave out is this machine's, or with --pc that PC's"
@@ -114,11 +101,8 @@ def run(args: argparse.Namespace) -> int:
         return _run_without_model(args)
     options = flag_values(args, (*_PLAN, *_HARDWARE, *HUB_FLAGS))
     found = plan(args.model, **options)
-    pair = None if args.draft is None else _plan_draft(args, found)
     text = found.details if args.details else found.report
-    if pair is not None:
-        text += f"\n\n{pair.report()}"
-    say_result(_report(found, pair), text, as_json=args.json)
+    say_result(_report(found), text, as_json=args.json)
     return 0
 
 
@@ -138,37 +122,13 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name} must be at least 1, is {value}")
-    if args.acceptance is not None and not 0.0 <= args.acceptance <= 1.0:
-        raise OptionError(f"--acceptance must be from 0 to 1, is {args.acceptance}")
-    if args.draft is None and args.acceptance is not None:
-        raise OptionError("--acceptance needs a draft: name one with --draft")
-    if args.draft is not None and args.batch > 1:
-        raise OptionError("--draft plans for one sequence: leave --batch out")
 
 
-def _plan_draft(args: argparse.Namespace, target_plan: Plan) -> PairPlan:
-    """Plan the placements of the draft in ``args`` beside the target of ``target_plan``.
-
-    Raises:
-        MemoryBudgetError: the target does not fit with or without the draft.
-        LocalrtError: there is no such draft, or it cannot be planned.
-    """
-    from localrt.drafts.placement import plan_pair  # it imports what loads models
-
-    settings, target = Settings.from_environment(), target_plan.request
-    draft = shape_of(find_model(args.draft, settings, revision=args.revision, offline=args.offline))
-    pair = plan_pair(target, draft, acceptance=args.acceptance)
-    if pair is None:
-        raise MemoryBudgetError(f"{target.shape.name} fits neither with nor without a draft")
-    return pair
-
-
-def _report(found: Plan, pair: PairPlan | None) -> dict[str, object]:
+def _report(found: Plan) -> dict[str, object]:
     return {
         "command": system.join(["localrt", *sys.argv[1:]]),
         "simulated": True,
         "predicted_tok_s": found.tok_s,
         "ceiling_tok_s": found.ceiling_tok_s,
         **found.to_dict(),
-        **({} if pair is None else {"pair": pair.to_dict()}),
     }

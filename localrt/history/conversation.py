@@ -160,12 +160,8 @@ class Conversation:
         if unknown := set(changes) - set(_FACTS):
             raise OptionError(f"a conversation has no {', '.join(sorted(unknown))}")
         row, pinned = self._row(), changes.pop("pinned", None)
-        options: dict[str, Any] = {}
-        if (given := changes.pop("options", None)) is not None:
-            options = {**dict.fromkeys(self.options), **json.loads(json.dumps(given))}
-        options = {
-            name: value for name, value in options.items() if self.options.get(name) != value
-        }
+        given = changes.pop("options", None)
+        options = {} if given is None else changed_options(self.options, given)
         facts = {name: value for name, value in changes.items() if row[name] != value}
         if facts or options or pinned is not None:
             self._submit(Set(conversation=self.id, facts=facts, options=options, pinned=pinned))
@@ -388,6 +384,13 @@ class Conversation:
         turn = TurnData(role=role, content=content, parent=parent, **how)
         self._submit(added := Add(conversation=self.id, turn=turn))
         return added.number
+
+
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that differ, as they are in ``after``: None for those that it lacks."""
+    after = json.loads(json.dumps(dict(after)))
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return {name: after.get(name) for name in names}
 
 
 _LINKS = "SELECT id, parent, next FROM turn WHERE conversation = ?"

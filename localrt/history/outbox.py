@@ -22,14 +22,7 @@ from localrt.common.errors import StorageError
 from localrt.common.processes import own_name
 from localrt.common.settings import Settings
 from localrt.history.database import TABLES, Database, GoneError, UnavailableError, in_memory
-from localrt.history.operations import (
-    Begin,
-    Delete,
-    Operation,
-    Remove,
-    Set,
-    forget,
-)
+from localrt.history.operations import Begin, Delete, Operation, Remove, Set, forget
 
 _PAUSE_SECONDS = 0.25  # between tries while another app keeps the file locked
 _LONG_PAUSE_SECONDS = 2.0  # while it cannot be written for another reason
@@ -239,6 +232,13 @@ class Outbox:
         """Whether the change could be made in the file at once."""
         if self._reason is not None and time.monotonic() - self._tried < _PAUSE_SECONDS:
             return False
+        if not self._written(operation):
+            return False
+        self._note_deleted(operation)
+        return True
+
+    def _written(self, operation: Operation) -> bool:
+        """Make the change in the file; False if it cannot be written now."""
         try:
             with self.database.transaction(sync=operation.sync) as connection:
                 operation.apply(connection)
@@ -246,7 +246,6 @@ class Outbox:
             self._reason, self._tried = error, time.monotonic()
             return False
         self._reason = None
-        self._note_deleted(operation)
         return True
 
     def _note_deleted(self, operation: Operation) -> None:
@@ -315,18 +314,15 @@ class Outbox:
                     return True
                 operation = waiting.operations[at]
                 try:
-                    with self.database.transaction(sync=operation.sync) as connection:
-                        operation.apply(connection)
-                except UnavailableError as error:
-                    self._reason, self._tried = error, time.monotonic()
-                    return False
+                    if not self._written(operation):
+                        return False
                 except StorageError as error:
                     if _counts(operation):
                         operation.problem, at = str(error), at + 1
                     else:  # nobody misses it
                         waiting.operations.pop(at)
                 else:
-                    self._reason, self._next = None, 0
+                    self._next = 0
                     waiting.operations.pop(at)
 
     @property

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from localrt import system
 from localrt.common.cores import default_threads
 from localrt.common.errors import OptionError, reason_of
 from localrt.common.files import private_folder, read_cached, remove_stale, write_cached
@@ -251,26 +250,11 @@ def _profile(known: dict[str, Any], name: str, disk: DiskProfile, threads: int) 
 # -- measuring -------------------------------------------------------------------------------------
 
 
-def is_busy(root: Path = system.ROOT) -> bool:
+def is_busy() -> bool:
     """Whether other programs use the CPU now, so that measured rates would be too low."""
-    try:
-        before = _cpu_times(root)
-    except (OSError, ValueError):  # not Linux
-        import psutil
+    import psutil  # takes ten milliseconds
 
-        return psutil.cpu_percent(interval=_WATCHED_S) > _BUSY_PERCENT
-    time.sleep(_WATCHED_S)
-    busy, idle = (now - then for now, then in zip(_cpu_times(root), before, strict=True))
-    return 100 * busy > _BUSY_PERCENT * (busy + idle)
-
-
-def _cpu_times(root: Path) -> tuple[int, int]:
-    """Return the (busy, idle) ticks of all cores since boot, as Linux counts them."""
-    with (root / "proc/stat").open(encoding="ascii") as file:
-        _, *fields = file.readline().split()
-    # user, nice, system, idle, iowait, irq, softirq, steal; user includes guests
-    user, nice, system, idle, iowait, *others = (int(each) for each in fields[:8])
-    return user + nice + system + sum(others), idle + iowait
+    return psutil.cpu_percent(interval=_WATCHED_S) > _BUSY_PERCENT
 
 
 def measure_kernel(ops: NativeOps, format: str, working_set: int = WORKING_SET) -> list[float]:

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -93,18 +94,13 @@ SCHEMAS = (
 # -- the application -----------------------------------------------------------------------------
 
 
-def _patient_history() -> History:
-    """The user's history, which is tried again if it cannot be opened now."""
-    return History(patient=True)
-
-
 def create_app(
     model: Model | Models,
     options: ServeOptions | None = None,
     *,
     log: Callable[[LogLine], None] | None = None,
     note: Callable[[str], None] | None = None,
-    open_history: Callable[[], History] = _patient_history,
+    open_history: Callable[[], History] | None = None,
     config_dir: Path | None = None,
 ) -> Starlette:
     """Return the application that serves ``model``, which the caller closes, or several models.
@@ -146,7 +142,7 @@ def create_app(
         lifespan=lifespan,
     )
     app.state.service = service
-    app.state.answers = Answers(open_history, config_dir)
+    app.state.answers = Answers(open_history or partial(History, patient=True), config_dir)
     return app
 
 

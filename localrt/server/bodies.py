@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +15,12 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from localrt.common import files
+from localrt.common.formatting import paired
 from localrt.server.errors import ApiError, invalid
 from localrt.server.options import ServeOptions
 from localrt.server.request_schema import RequestSchema
 
 _SMALL = 64 << 10
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class BodyRoom:
@@ -139,7 +138,7 @@ def _finite(digits: str) -> float:
 
 def _whole_characters(value: object) -> object:
     if isinstance(value, str):
-        return _SURROGATE.sub("\ufffd", value)
+        return paired(value)
     if isinstance(value, list):
         return [_whole_characters(item) for item in value]
     if isinstance(value, dict):

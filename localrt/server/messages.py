@@ -308,19 +308,6 @@ _COMBINED = ("properties", "$ref", "allOf", "anyOf", "oneOf")
 _TEXT = "input"  # the argument of a tool that takes a text
 _MODES = {"auto": "auto", "none": "none", "required": "required", "any": "required"}
 _STRING = {"type": "string"}
-_SHELL = "local_shell"  # a tool that Codex runs, whose parameters its vendor's models know
-_SHELL_FUNCTION: Mapping[str, object] = {
-    "description": "Run a program with its arguments.",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "command": {"type": "array", "items": _STRING},
-            "working_directory": _STRING,
-            "timeout_ms": {"type": "integer"},
-        },
-        "required": ["command"],
-    },
-}
 
 
 class Known(NamedTuple):
@@ -435,7 +422,7 @@ def _function(kind: str, fields: Fields) -> Mapping[str, object] | None:
         if not any(one in schema for one in _COMBINED):
             schema = {**schema, "type": "object", "properties": {}}
         return {**shown, "parameters": schema}
-    return _SHELL_FUNCTION if kind == _SHELL else None
+    return None
 
 
 def _takes_text(kind: str, fields: Fields) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,6 @@ from starlette.responses import Response
 
 from localrt.api import Model
 from localrt.engine.protocol import Logits
-from localrt.server.about import known_facts
 from localrt.server.dialect import Endpoint, prompts_of
 from localrt.server.errors import ApiError, JsonResponse, invalid
 from localrt.server.generating import computed, rendered
@@ -32,7 +30,7 @@ from localrt.server.request_schema import (
     required,
     shared,
 )
-from localrt.server.service import ModelRequest, read_request, service_of
+from localrt.server.service import ModelRequest, read_request
 from localrt.service.embedding import is_reranker
 
 EMBEDDINGS = RequestSchema(
@@ -178,28 +176,6 @@ async def tokenize(request: Request) -> Response:
     return JsonResponse(await computed(asked, of_text))
 
 
-async def tokenizer_info(request: Request) -> Response:
-    """The tokenizer (vLLM)."""
-
-    def work(model: Model, _: threading.Event) -> dict[str, object]:
-        tokenizer = model.tokenizer
-        ends = {"bos_token": tokenizer.bos_id, "eos_token": min(tokenizer.eos_ids, default=None)}
-        return {
-            "tokenizer_class": type(tokenizer).__name__,
-            "model_max_length": model.info.ctx,
-            **{
-                name: None if token is None else tokenizer.token_bytes(token).decode()
-                for name, token in ends.items()
-            },
-        }
-
-    service = service_of(request)
-    model = service.models.find(request.query_params.get("model"))
-    found = await computed(ModelRequest(request, service, {}, model), work)
-    facts = await asyncio.to_thread(known_facts, model)
-    return JsonResponse({**found, "chat_template": facts.template or None})
-
-
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     asked = await read_request(request, DETOKENIZE)
@@ -247,7 +223,5 @@ ROUTES = (
     Endpoint("/v1/embeddings", "POST", embeddings),
     Endpoint("/tokenize", "POST", tokenize),
     Endpoint("/detokenize", "POST", detokenize),
-    Endpoint("/tokenizer_info", "GET", tokenizer_info),
     Endpoint("/v1/rerank", "POST", rerank),
-    Endpoint("/v1/reranking", "POST", rerank),
 )

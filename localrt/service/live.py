@@ -215,11 +215,6 @@ class AsyncAnswer(AsyncIterator[Chunk]):
         return self._chunks.popleft()
 
     @property
-    def over(self) -> bool:
-        """Whether everything has been read."""
-        return self._answer.over and not self._chunks
-
-    @property
     def left_out(self) -> tuple[str, ...]:
         """The schema keywords that are not enforced."""
         return self._answer.left_out

@@ -270,7 +270,6 @@ class GpuSlots:
         self._units = units
         self._build = build
         self._last_use: dict[int, Event | None] = {}  # last use by eager kernels, by layer
-        self._replayed: set[int] = set()  # layers used since then by graphs
         self._layouts: dict[Key, Hashable] = {}
         self._shared_layouts: dict[Hashable, Hashable] = {}
 
@@ -301,21 +300,10 @@ class GpuSlots:
     def used(self, layer: int) -> None:
         """Record that kernels using a layer's experts have been started."""
         self._last_use[layer] = self.gpu.record()
-        self._replayed.discard(layer)
-
-    def replayed(self, layer: int) -> None:
-        """Record that a graph that may use any of a layer's experts has been started; its event is
-        recorded when needed.
-        """
-        self._replayed.add(layer)
 
     def _unused(self, slot: ExpertSlot[DeviceMemory]) -> Event | None:
         """The event after which no kernel reads the slot."""
-        if slot.layer is None:
-            return None
-        if slot.layer in self._replayed:
-            return self.gpu.record()
-        return self._last_use.get(slot.layer)
+        return None if slot.layer is None else self._last_use.get(slot.layer)
 
     def _layout(self, key: Key) -> Hashable:
         """A key for the layout of an expert's weights in its memory, shared by most experts; None

@@ -277,9 +277,6 @@ class NativeExpertTable:
         self._parts[expert].gate_up.count = 0
         self._weights[expert] = None
 
-    def holds(self, expert: int) -> bool:
-        return 0 <= expert < len(self._weights) and self._weights[expert] is not None
-
     def _require_fit(self, expert: int, weights: ExpertWeights) -> None:
         gate_up, down = weights.gate_up.stack, weights.down.stack
         hidden, inner = down.rows, down.cols

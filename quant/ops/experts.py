@@ -186,9 +186,6 @@ class ExpertTable(Protocol):
     def drop(self, expert: int) -> None:
         """Forget ``expert``: its memory may be reused."""
 
-    def holds(self, expert: int) -> bool:
-        """Whether ``expert`` can be computed."""
-
 
 class PlainExpertTable:
     """See ``ExpertTable``: the weights in a list."""
@@ -209,9 +206,6 @@ class PlainExpertTable:
 
     def drop(self, expert: int) -> None:
         self._weights[expert] = None
-
-    def holds(self, expert: int) -> bool:
-        return self._weights[expert] is not None
 
     def __getitem__(self, expert: int) -> ExpertWeights:
         weights = self._weights[expert]

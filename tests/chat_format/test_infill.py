@@ -12,7 +12,6 @@ from localrt.models.tokenizers.base import Tokenizer, Watch, ignore_count
 
 QWEN = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
 DEEPSEEK = ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>")
-SANTA = ("<fim-prefix>", "<fim-suffix>", "<fim-middle>")
 PROJECT = ("<|repo_name|>", "<|file_sep|>")
 
 
@@ -61,7 +60,6 @@ def shown(tokenizer: CharacterTokenizer, ids: Sequence[int]) -> str:
     [
         (QWEN, False, "<|fim_prefix|>a<|fim_suffix|>b<|fim_middle|>"),
         (DEEPSEEK, True, "<s><｜fim▁begin｜>a<｜fim▁hole｜>b<｜fim▁end｜>"),
-        (SANTA, False, "<fim-prefix>a<fim-suffix>b<fim-middle>"),
         (("▁<PRE>", "▁<SUF>", "▁<MID>"), True, "<s>▁<PRE>a▁<SUF>b▁<MID>"),
         (("[PREFIX]", "[SUFFIX]", "[MIDDLE]"), True, "<s>[SUFFIX]b[PREFIX]a"),
     ],

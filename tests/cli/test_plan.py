@@ -97,7 +97,6 @@ def test_without_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (2, ("--gpu", "RTX 4060", "--gpu-memory", "80GB"), "more than"),
         (1, ("--ram", "100MB"), "--ram "),
-        (2, ("--acceptance", "0.8"), "name one with --draft"),
     ],
 )
 def test_bad_usage(

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 import localrt
-from localrt.history.database import insert
+from localrt.history.database import Database
+from localrt.history.operations import Begin, TurnData
 from localrt.quant.cpu.abi import find_library
 from localrt.server.app import create_app
 from localrt.server.guard import LogLine
@@ -303,27 +304,14 @@ def scripted(model: localrt.Model) -> Iterator[Script]:
 
 def write_long(file: Path, texts: Sequence[str]) -> str:
     """Save a conversation of ``texts``, questions and answers by turns, at once; its id."""
-    with localrt.History(file) as history:
-        kept = history.new(model="tiny")
-        with history._database.transaction() as connection:
-            last = 0
-            for number, text in enumerate(texts):
-                role = "assistant" if number % 2 else "user"
-                turn = insert(
-                    connection,
-                    "turn",
-                    conversation=kept.id,
-                    parent=last or None,
-                    role=role,
-                    content=text,
-                    state="done",
-                    info="{}",
-                    created=1e9,
-                )
-                connection.execute("UPDATE turn SET next = ? WHERE id = ?", (turn, last))
-                last = turn
-            kept._show(connection, last)
-        return kept.id
+    turns = [
+        TurnData(role="assistant" if number % 2 else "user", content=text, created=1e9)
+        for number, text in enumerate(texts)
+    ]
+    begun = Begin(conversation="long", model="tiny", system=None, options={}, turns=turns)
+    with closing(Database(file)) as database, database.transaction() as connection:
+        begun.apply(connection)
+    return begun.conversation
 
 
 @pytest.fixture(scope="module")

@@ -231,12 +231,6 @@ def test_tools_become_functions(kind: str, tools: Any, functions: Any) -> None:
     assert found == (expected or None)
 
 
-def test_codex_shell_has_parameters() -> None:
-    (found,) = read("RESPONSES", tools=[block("local_shell")]).prompts[0]["tools"]
-    assert found["function"]["name"] == "local_shell"
-    assert "command" in found["function"]["parameters"]["properties"]
-
-
 def test_tools_in_items_are_offered() -> None:
     loaded = [
         block(

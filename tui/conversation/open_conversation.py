@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from localrt.common.errors import StorageError
+from localrt.history.conversation import changed_options
 from localrt.history.database import GoneError
 from localrt.history.messages import is_nothing, messages_for_model, summary_turns
 
@@ -163,9 +164,7 @@ class OpenConversation:
         """Change ``title``, ``model``, ``system`` or ``options``."""
         facts = {name: value for name, value in changes.items() if name != "options"}
         if "options" in changes:  # what another window has set meanwhile stays
-            before, options = self.options, changes["options"]
-            names = {name for name in {*before, *options} if before.get(name) != options.get(name)}
-            self._stored.change_options({name: options.get(name) for name in names})
+            self._stored.change_options(changed_options(self.options, changes["options"]))
         self._stored.set(**facts)
         self._facts.update(changes)
 

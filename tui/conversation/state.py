@@ -22,6 +22,7 @@ from localrt.common.errors import LocalrtError, OptionError, StorageError
 from localrt.common.files import parse_json
 from localrt.common.option_names import did_you_mean
 from localrt.engine.option_help import OPTION_HELP
+from localrt.history.conversation import changed_options
 from localrt.history.export import Exporter
 from localrt.history.messages import Way, ways_out
 from localrt.history.presets import Defaults, Preset, PresetsFile
@@ -78,10 +79,9 @@ class Session:
     def take_facts(self) -> None:
         """Answer with the system prompt and the options that another window has set meanwhile."""
         before, now = self._options_then, self.conversation.options
-        names = {name for name in {*before, *now} if before.get(name) != now.get(name)}
         self._options_then, self.chat.system = now, self.conversation.system
         with suppress(OptionError):  # of another version
-            self.chat.set(**{name: now.get(name) for name in names})
+            self.chat.set(**changed_options(before, now))
 
     @property
     def sees(self) -> bool:

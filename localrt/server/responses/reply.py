@@ -188,10 +188,7 @@ class ResponsesWriter(ResponseWriter):
         known = self.call.known.get(call.name, Known("function", call.name))
         field = text = ""  # the part in progress
         item: Payload = {"call_id": call.id, "status": "in_progress"}
-        if known.type == "local_shell":
-            action = {"type": "exec", "env": {}, **arguments_of(call)}
-            item |= {"id": _new_id("lsh"), "type": "local_shell_call", "action": action}
-        elif known.type == "tool_search":
+        if known.type == "tool_search":
             item |= {"id": _new_id("tsc"), "type": "tool_search_call", "execution": "client"}
             item["arguments"] = arguments_of(call)
         elif known.type == "custom":
