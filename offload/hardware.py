@@ -1,7 +1,8 @@
-"""Describes this machine: processor, memory and GPUs.
+"""Describes this machine: processor, memory, GPUs, and read speeds of memory and disk.
 
-`probe` reads what the system already knows, in milliseconds; `gpus` asks a driver, which takes up
-to seconds. This module knows no model, and imports neither torch nor numpy.
+Functions are divided by cost. `probe` reads what the system already knows, in milliseconds; the
+`measure_*` functions and `gpus` take up to seconds and are called only where asked for. This module
+knows no model, and imports neither torch nor, outside the memory measurement, numpy.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import os
 import platform
 import re
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +40,7 @@ _FEATURES = {
 }
 _MAKERS = {"0x1002": "AMD", "0x8086": "Intel"}  # by PCI's numbers
 _LEAST_OWN_MEMORY = 2 << 30  # an integrated GPU's share of RAM is less
+_MEMORY_SAMPLE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +163,30 @@ def identity() -> list[str]:
     """The hardware and versions that measured rates depend on, besides the kernels."""
     cpu = _cpu(system.ROOT)
     return [cpu.name, *cpu.features, str(cpu.cores.threads), __version__]
+
+
+def measure_memory_read(threads: int, size: int = _MEMORY_SAMPLE_BYTES) -> float:
+    """Bytes per second that ``threads`` threads read from memory: the best of several kernels.
+
+    It is the floor of decoding: a token cannot take less time than its weights take to be read.
+    """
+    import numpy as np  # imported here: only measuring needs it
+
+    data = np.ones(size // 4, np.float32)
+    parts = np.array_split(data, threads)
+    kernels = (
+        lambda part: float(part @ part),
+        lambda part: int(part.view(np.int32).max()),
+        lambda part: int(np.bitwise_or.reduce(part.view(np.uint32))),
+    )
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for kernel in kernels:
+            for _ in range(3):
+                started = time.perf_counter()
+                list(pool.map(kernel, parts))
+                best = max(best, data.nbytes / (time.perf_counter() - started))
+    return best
 
 
 def _cpu(root: Path) -> Cpu:

@@ -51,7 +51,7 @@ from localrt.models.checkpoints import open_checkpoint
 from localrt.offload import hardware
 from localrt.offload.hardware import Machine
 from localrt.planning import chooser
-from localrt.planning.measure import is_busy, machine_here
+from localrt.planning.measure import is_busy
 
 EXAMPLES: Examples = (
     ("localrt bench model.gguf", "localrt and llama.cpp, in one run"),
@@ -202,10 +202,8 @@ def _measured(
 ) -> tuple[Outcome, Machine]:
     """Return what ``measure`` finds, and the machine's rates."""
     busy = is_busy()
-    rates, _ = machine_here(Settings.from_environment())
-    if rates.sources["ram_bytes_s"] != "typical":
-        machine = replace(machine, memory_read_bytes_s=rates.ram_bytes_s)
-    machine = replace(machine, gpus=hardware.gpus() or machine.gpus)
+    floor = hardware.measure_memory_read(args.threads or machine.cpu.cores.threads)
+    machine = replace(machine, memory_read_bytes_s=floor, gpus=hardware.gpus() or machine.gpus)
     return replace(measure(notify=note), busy=busy), machine
 
 
