@@ -57,12 +57,12 @@ _ATTRIBUTES = re.compile(
 
 def to_html(text: str) -> str:
     """Return Markdown as HTML that can be put into a page."""
-    html = str(_parser().render(text))  # with `"` in text as an entity
+    html = str(markdown_parser().render(text))  # with `"` in text as an entity
     return html.replace(' style="text-align:', ' class="align-')  # the policy allows no style
 
 
 @cache
-def _parser() -> MarkdownIt:
+def markdown_parser() -> MarkdownIt:
     from markdown_it import MarkdownIt  # takes a megabyte, and not every server shows answers
 
     how = {"html": False, "breaks": True, "linkify": True}
