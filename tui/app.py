@@ -166,7 +166,7 @@ class ChatApp(App[None]):
             model=short_name(model_name),
             system=system,
             options=options,
-            on_problem=lambda line: self.chat.say(line, "error"),
+            on_problem=lambda line: self.chat.say_later(line, "error"),
             on_moved=lambda numbers: self.chat.queue.renumber(numbers),
             on_left=lambda session: self.chat.park(session),
             defaults=Defaults(self._preferred.system, self._preferred.options),
@@ -371,7 +371,7 @@ class ChatApp(App[None]):
         if next_model is not None:
             self.load_model(next_model)
         else:
-            self.chat.send_next()
+            self.chat.call_next(self.chat.send_next)  # in what is being opened
 
     async def _say_welcome(self, welcome: Callable[[], str]) -> None:
         line = await asyncio.to_thread(welcome)

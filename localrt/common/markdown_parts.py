@@ -73,6 +73,29 @@ def cut(
         start, before, goes_on = place, following, place != end
 
 
+class MarkdownCutter:
+    """Cuts a text while it grows: later text leaves ``parts`` as they are, and changes ``last``."""
+
+    def __init__(self, parser: MarkdownIt, *, least: int, most: int) -> None:
+        self._parser, self._least, self._most = parser, least, most
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the text."""
+        self.parts, self.last, self._taken = list[Part](), Part(""), 0
+
+    def take(self, text: str, *, grows: bool) -> int:
+        """Take all of the text so far, and return how many of the parts were there before."""
+        if len(text) < self._taken:
+            self.restart()
+        stay, last = len(self.parts), self.last
+        last = last._replace(text=last.text + text[self._taken :])
+        *parts, self.last = cut(last, self._parser, least=self._least, most=self._most, grows=grows)
+        self.parts += parts
+        self._taken = len(text)
+        return stay
+
+
 def definitions(parts: Iterable[Part], parser: MarkdownIt) -> dict[str, Any]:
     """Return the environment for a parser in which links of one part find addresses in another."""
     found = dict[str, Any]()

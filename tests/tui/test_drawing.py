@@ -201,13 +201,14 @@ def test_sections_of_any_text(pieces: list[str]) -> None:
 )
 def test_growing_block(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a long block that grows, only the end is laid out again."""
-    answer, drawn = AnswerBlock(), list[int]()
     monkeypatch.setattr("localrt.tui.chat.blocks._PIECE", 300)
     monkeypatch.setattr("localrt.tui.chat.blocks._SLICE", 100)
+    drawn = list[int]()
     monkeypatch.setattr(
         "localrt.tui.chat.blocks.lines_of",
         lambda part, *how: (drawn.append(len(part.text)), lines_of(part, *how))[1],
     )
+    answer = AnswerBlock()
     answer.write(opening)
     for _ in range(200):
         answer.write(line)

@@ -50,7 +50,7 @@ async def test_thinking() -> None:
         await pilot.press("ctrl+t")
         assert "Hmm." in screen.shown(app)
         await pilot.press("alt+c")
-        assert app.clipboard == "Yes."
+        await until(pilot, lambda: app.clipboard == "Yes.")
 
 
 # -- marking and copying ---------------------------------------------------------------------------
@@ -64,15 +64,16 @@ async def test_copying(model: FakeModel) -> None:
         await pilot.press("alt+c")
         assert "nothing to copy" in screen.hint(app)
         await asked(pilot, "Hi")
-        await pilot.press("alt+c")
-        assert app.clipboard == CODE
-        await pilot.press("alt+y")
-        assert app.clipboard == "ls\n"
-        await until(pilot, lambda: "code block 2 of 2: sh" in screen.hint(app))
-        await pilot.press("alt+y")
-        assert app.clipboard == "a = 1\n"
-        await pilot.press("alt+up", "alt+up", "alt+c")
-        assert app.clipboard == "Hi"
+        for keys, copied in (
+            (["alt+c"], CODE),
+            (["alt+y"], "ls\n"),
+            (["alt+y"], "a = 1\n"),
+            (["alt+up", "alt+up", "alt+c"], "Hi"),
+        ):
+            await pilot.press(*keys)
+            await until(pilot, lambda copied=copied: app.clipboard == copied)
+            if copied == "ls\n":
+                await until(pilot, lambda: "code block 2 of 2: sh" in screen.hint(app))
 
 
 async def test_mouse() -> None:
@@ -83,6 +84,7 @@ async def test_mouse() -> None:
         await pilot.hover(ConversationView, offset=(7, 7))
         await pilot.mouse_up(ConversationView, offset=(7, 7))
         await pilot.press("ctrl+c")
+        await until(pilot, lambda: bool(app.clipboard))
         assert app.clipboard == "bold words\n\n雨 ra"
         assert screen.composer(app).has_focus
         # A click marks a turn, and Enter opens its menu.

@@ -22,7 +22,7 @@ from textual.strip import Strip
 
 from localrt import Thinking, split_thinking
 from localrt.common.formatting import format_seconds
-from localrt.common.markdown_parts import Part, cut, definitions
+from localrt.common.markdown_parts import MarkdownCutter, Part, cut, definitions
 from localrt.common.option_names import spelled
 from localrt.tui.chat.markdown import (
     MarkdownStyles,
@@ -399,6 +399,11 @@ class MarkdownSection(Section):
             self._table = above._table if same else above
 
     @property
+    def key(self) -> tuple[Part, str]:
+        """Sections with the same look the same."""
+        return self.part, str(self._links)
+
+    @property
     def readable(self) -> str:
         return self.part.text
 
@@ -432,7 +437,7 @@ class AnswerBlock(TurnBlock):
         self._thoughts: dict[tuple[int, str], DrawnSection] = {}
         self._answer: list[MarkdownSection] = []
         self._links: dict[str, Any] = {}
-        self._restart()
+        self._cutter = MarkdownCutter(markdown_parser(), least=_SMALL, most=_PIECE)
         self.thinking_s: float | None = None
         self.calls = self.reopened = False
 
@@ -464,11 +469,6 @@ class AnswerBlock(TurnBlock):
     def foldable(self) -> bool:
         return _thinks(split_thinking(self.source))
 
-    def _restart(self) -> None:
-        """Cut the answer from its beginning."""
-        self._closed, self._taken = 0, 0  # sections that stay; characters that have been cut
-        self._open = Part("")  # what is below them
-
     def reopen(self) -> None:
         """From now on the next piece replaces the whole text."""
         self.reopened, self.mark = True, ""
@@ -476,12 +476,14 @@ class AnswerBlock(TurnBlock):
 
     def write(self, text: str) -> None:
         if text:
+            text = clean(text)
             if self.reopened:
                 self.reopened = self._finished = False
+                if not text.startswith(self.source):
+                    self._cutter.restart()
                 self._pieces.clear()
-                self._restart()
                 self.changed()
-            self._pieces.append(clean(text))
+            self._pieces.append(text)
             self._sections = None
 
     def finish(self) -> None:
@@ -541,26 +543,19 @@ class AnswerBlock(TurnBlock):
         return lines
 
     def _answer_sections(self, answer: str) -> list[MarkdownSection]:
-        parser, grows = markdown_parser(), not self._finished
-        if len(answer) < self._taken:  # the earlier text turned out to be thinking
-            self._restart()
-        whole = self._open._replace(text=self._open.text + answer[self._taken :])
-        self._taken = len(answer)
-        *closed, self._open = cut(whole, parser, least=_SMALL, most=_PIECE, grows=grows)
-        last = cut(self._open, parser, least=_SMALL, most=_SLICE) if grows else [self._open]
-        kept = self._answer[: self._closed]
-        parts = (*(each.part for each in kept), *closed, *last)
-        links = self._links if grows else definitions(parts, parser)
-        known = {each.part: each for each in self._answer[self._closed :]}
-        if links != self._links:
-            closed, kept, known, self._links = [each.part for each in kept] + closed, [], {}, links
-        for place, part in enumerate((*closed, *last)):
-            if part.text.strip():
-                section = known.pop(part, None) or MarkdownSection(part, links)
-                section.put_below(kept[-1] if kept else None)
-                kept.append(section)
-            if place < len(closed):
-                self._closed = len(kept)
+        cutter, parser, grows = self._cutter, markdown_parser(), not self._finished
+        stay = cutter.take(answer, grows=grows)
+        if not grows:
+            links, before = definitions((*cutter.parts, cutter.last), parser), self._links
+            self._links, stay = links, stay if links == before else 0
+        last = cut(cutter.last, parser, least=_SMALL, most=_SLICE) if grows else [cutter.last]
+        kept = self._answer[:stay]
+        known = {each.key: each for each in self._answer[stay:]}
+        for part in (*cutter.parts[stay:], *(part for part in last if part.text.strip())):
+            section = MarkdownSection(part, self._links)
+            section = known.pop(section.key, section)
+            section.put_below(kept[-1] if kept else None)
+            kept.append(section)
         self._answer = kept
         return kept
 

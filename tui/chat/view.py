@@ -9,6 +9,7 @@ sections, not where they come from.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -89,6 +90,12 @@ class ConversationView(ScrollView, can_focus=False):
         place = len(self.blocks) if after is None else self.blocks.index(after) + 1
         self.blocks[place:place] = blocks
         self._refit(place)
+
+    def prepare(self, blocks: Iterable[TurnBlock]) -> None:
+        """Cut and measure blocks that will be added; for a thread."""
+        for block in blocks:
+            for section in block.sections:
+                section.height(self._column.width)
 
     def drop(self, *blocks: TurnBlock) -> None:
         gone = {id(block) for block in blocks}
