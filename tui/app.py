@@ -371,7 +371,7 @@ class ChatApp(App[None]):
         if next_model is not None:
             self.load_model(next_model)
         else:
-            self.chat.send_next()
+            self.chat.call_next(self.chat.send_next)  # in what is being opened
 
     async def _say_welcome(self, welcome: Callable[[], str]) -> None:
         line = await asyncio.to_thread(welcome)

@@ -63,6 +63,7 @@ _TABLE = (
         *("pin", "", "list this conversation before others; again: no longer"),
         lambda chat, _: chat.pin(chat.conversation.id),
         plain=True,
+        slow=True,
     ),
     Entry("show", "", "", plain="print the conversation, with numbers"),
     Entry("at", "NUMBER", "", plain="choose a turn of /show for the next command"),

@@ -35,7 +35,7 @@ from localrt.library import plan
 from localrt.mcp import ROUNDS
 from localrt.server.dialect import event
 from localrt.server.errors import failure, in_words
-from localrt.server.markdown import to_html
+from localrt.server.markdown import HtmlParts
 from localrt.server.service import ModelRequest, Service, sent_key
 from localrt.service.live import AsyncAnswer
 
@@ -222,10 +222,11 @@ class ConversationAnswer:
         (self._answer or self._working).cancel()
 
     async def follow(self) -> AsyncIterator[bytes]:
-        """Yield events with all that is written and its HTML, until the answer has ended."""
+        """Yield events with what is new as HTML, and all else, until the answer has ended."""
+        parts = HtmlParts()
         while True:
             changed, done, began = self._changed, self._done, time.monotonic()
-            told = await asyncio.to_thread(self._told)
+            told = await asyncio.to_thread(self._told, parts)
             took = time.monotonic() - began
             yield event({**told, "done": done})
             if done:
@@ -348,12 +349,13 @@ class ConversationAnswer:
         )
         return {**options, "prompt": prompt}
 
-    def _told(self) -> dict[str, Any]:
+    def _told(self, parts: HtmlParts) -> dict[str, Any]:
         before = "" if self._continued is None else self._continued.content
         thinking, text = parted("".join(self._pieces) or before)
         model, chunk = self.request.model.name, self._chunk
         counts = {} if chunk is None else answer_counts(chunk.metrics, model)
-        return {"thinking": thinking, "html": to_html(text), "error": self._error, **counts}
+        new = parts.take(text, grows=True)
+        return {"thinking": thinking, **new, "error": self._error, **counts}
 
     def _notify(self) -> None:
         self._changed.set()

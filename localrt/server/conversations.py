@@ -26,7 +26,7 @@ from localrt.server.answers import Answers, ConversationAnswer, OpenCall
 from localrt.server.bodies import read_fields
 from localrt.server.dialect import EVENT_STREAM, Endpoint, Payload
 from localrt.server.errors import ApiError, JsonResponse, invalid
-from localrt.server.markdown import to_html
+from localrt.server.markdown import HtmlParts
 from localrt.server.media import document_of
 from localrt.server.messages import encoded
 from localrt.server.options import is_loopback
@@ -191,7 +191,9 @@ async def delete(answers: Answers, request: Request, fields: Payload) -> Payload
 
 
 def _item(found: Conversation, turn: Turn, *, pictures: bool = False) -> Payload:
-    """Return a turn; a user's pictures are named, and are in it if ``pictures``."""
+    """Return a turn; a user's pictures are named, and are in it if ``pictures``. Of a long answer,
+    only the last parts are there as HTML.
+    """
     branches = found.siblings(turn.id) if turn.branches > 1 else (turn.id,)
     about: Payload = {
         "id": str(turn.id),
@@ -205,7 +207,8 @@ def _item(found: Conversation, turn: Turn, *, pictures: bool = False) -> Payload
     if turn.role == "assistant":
         thinking, text = parted(turn.content)
         calls = bool(turn.info.get("tool_calls"))
-        return {**about, "thinking": thinking, "text": text, "html": to_html(text), "calls": calls}
+        about |= HtmlParts().take(text)
+        return {**about, "thinking": thinking, "text": text, "calls": calls}
     shown = [
         {"name": one.name, **({"url": one.data_uri} if pictures else {})} for one in turn.pictures
     ]
@@ -214,9 +217,14 @@ def _item(found: Conversation, turn: Turn, *, pictures: bool = False) -> Payload
 
 
 def item(answers: Answers, request: Request, fields: Payload) -> Payload:
-    """An item, with its pictures, and with what an open call asks."""
+    """An item, with its pictures, and with what an open call asks; or those parts of an answer that
+    precede the part ``before``.
+    """
     found = open_conversation(answers, request)
     turn = _turn(found, request.path_params["item"])
+    if "before" in request.query_params:
+        before = max(_number(request.query_params["before"]), 0)
+        return HtmlParts().take(parted(turn.content).text, before=before)
     shown, call = _item(found, turn, pictures=True), answers.running.get(turn.id)
     return {**shown, "open": call.shown()} if isinstance(call, OpenCall) else shown
 

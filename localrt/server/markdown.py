@@ -6,10 +6,13 @@ Formulas are MathML and code has colours, in tags and attributes of a list, with
 
 from __future__ import annotations
 
+import json
 import re
 from functools import cache, lru_cache
 from html import escape, unescape
 from typing import TYPE_CHECKING, Any
+
+from localrt.common.markdown_parts import MarkdownCutter, definitions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +38,9 @@ _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _TASK = re.compile(r"\[([ xX])\]\s")
 _LINKS = ("http://", "https://", "mailto:")
 
+# Characters of a part, which one call renders, of an answer that are sent at first, and of a part
+# whose HTML is kept.
+_LEAST, _MOST, _SHOWN, _KEPT = 4000, 1 << 16, 40_000, 1 << 15
 _LONGEST_FORMULA = 4000  # characters: 0.1 s
 _LONGEST_CODE = 1 << 16
 _ENVIRONMENT = re.compile(
@@ -55,14 +61,49 @@ _ATTRIBUTES = re.compile(
 )
 
 
-def to_html(text: str) -> str:
-    """Return Markdown as HTML that can be put into a page."""
-    html = str(_parser().render(text))  # with `"` in text as an entity
+def to_html(text: str, links: dict[str, Any] | None = None) -> str:
+    """Return Markdown as HTML that can be put into a page; ``links`` are ``definitions``."""
+    html = str(markdown_parser().render(text, dict(links or {})))  # with `"` in text as an entity
     return html.replace(' style="text-align:', ' class="align-')  # the policy allows no style
 
 
+class HtmlParts:
+    """An answer as HTML in parts, of which a page shows the last ones first. It may grow."""
+
+    def __init__(self) -> None:
+        self._cutter = MarkdownCutter(markdown_parser(), least=_LEAST, most=_MOST)
+        self._all = False  # whether all that is new is sent
+
+    def take(self, text: str, *, grows: bool = False, before: int | None = None) -> dict[str, Any]:
+        """Return ``html``, of the parts that are new since the last call, and which part is the
+        ``first`` of them. The first call returns the last parts, or those that precede ``before``.
+        """
+        text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\0", "\ufffd")
+        stay = self._cutter.take(text, grows=grows)
+        parts = [part for part in (*self._cutter.parts, self._cutter.last) if part.text]
+        links = "" if grows else json.dumps(definitions(parts, markdown_parser()))
+        first = end = len(parts) if before is None else min(before, len(parts))
+        size = 0
+        while first > stay and (self._all or size < _SHOWN):
+            first -= 1
+            size += len(parts[first].text)
+        self._all = True
+        return {"first": first, "html": [_html(part.source, links) for part in parts[first:end]]}
+
+
+def _html(source: str, links: str) -> str:
+    return (_kept_html if len(source) <= _KEPT else _kept_html.__wrapped__)(source, links)
+
+
+@lru_cache(64)
+def _kept_html(source: str, links: str) -> str:
+    """Return a part's HTML, which is asked for at every look at an answer."""
+    return to_html(source, json.loads(links) if links else None)
+
+
 @cache
-def _parser() -> MarkdownIt:
+def markdown_parser() -> MarkdownIt:
+    """Return the parser of answers."""
     from markdown_it import MarkdownIt  # takes a megabyte, and not every server shows answers
 
     how = {"html": False, "breaks": True, "linkify": True}

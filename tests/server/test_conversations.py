@@ -73,7 +73,7 @@ def test_answer(talking: Running, script: Script, file: Path) -> None:
     found = answered(talking, path)
     assert (found["state"], found["text"]) == ("done", "It is **blue**.")
     assert found["thinking"] == "Easy."
-    assert found["html"] == "<p>It is <strong>blue</strong>.</p>\n"
+    assert found["html"] == ["<p>It is <strong>blue</strong>.</p>\n"]
     assert found["info"]["tokens"] > 10
     ok(talking.request("POST", f"{path}/items", {"content": [{"text": "Sure?"}]}))
     again = answered(talking, path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from localrt.server.markdown import to_html
+from localrt.server.markdown import HtmlParts, to_html
 
 _TAGS = {
     *("p", "pre", "code", "table", "thead", "tbody", "tr", "th", "td", "a", "em", "strong", "s"),
@@ -156,6 +156,43 @@ def test_only_known_tags_and_attributes(text: str) -> None:
     assert read.tags <= _TAGS | {"h4", "h5", "h6", "mpadded", "mroot", "mphantom"}
     assert read.names <= _NAMES | {"accentunder", "lspace", "minsize", "maxsize"}
     assert all(re.match("https?://|mailto:", link.lower()) for link in read.links)
+
+
+def long_answer(count: int = 5000) -> str:
+    text = "\n\n".join(f"Part {n} is *long* {'word ' * (n % 20)}[x]" for n in range(count))
+    return f"{text}\n\n[x]: http://x.example\n"
+
+
+def test_long_answer_comes_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end first, then what precedes it; each part is made once."""
+    rendered = list[str]()
+    monkeypatch.setattr(
+        "localrt.server.markdown.to_html",
+        lambda text, links=None: (rendered.append(text), to_html(text, links))[1],
+    )
+    text = long_answer()
+    for _ in range(2):
+        found = HtmlParts().take(text)
+        assert len("".join(found["html"])) < len(text) / 4
+        assert "Part 4999" in found["html"][-1]
+    assert sum(map(len, rendered)) < len(text) / 4
+    html = found["html"]
+    while found["first"]:
+        found = HtmlParts().take(text, before=found["first"])
+        html = found["html"] + html
+    assert "".join(html) == to_html(text)
+    assert HtmlParts().take("") == HtmlParts().take(text, before=0) == {"first": 0, "html": []}
+
+
+def test_growing_answer_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, parts, html, sent = long_answer(500).replace("[x]", ""), HtmlParts(), list[str](), 0
+    for end in range(0, len(text) + 100, 100):
+        told = parts.take(text[:end], grows=True)
+        html[told["first"] :] = told["html"]
+        sent = max(sent, len("".join(told["html"])))
+        assert "".join(html) == to_html(text[:end])
+    assert sent < len(to_html(text)) / 4
+    assert parts.take("<b>shorter", grows=True)["html"] == ["<p>&lt;b&gt;shorter</p>\n"]
 
 
 @pytest.mark.parametrize(

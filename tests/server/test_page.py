@@ -186,6 +186,28 @@ def test_long_conversation_shows_its_last_part(visit: Any, file: Path) -> None:
     expect(page.locator("article").nth(30)).to_contain_text("turn 1970")
 
 
+def test_long_answer_is_shown_from_its_end(visit: Any, file: Path) -> None:
+    """Its parts come as one scrolls to them, and what is on the screen stays there."""
+    text = "\n\n".join(f"Part {n} {'word ' * (n % 40)}" for n in range(2000))
+    page = visit(conversation(file, "Write a lot", text))
+    found = answer(page)
+    expect(found.get_by_text("Part 1999")).to_be_in_viewport()
+    count = found.locator("p").count()
+    assert count < 1000
+    line = found.get_by_text(f"Part {2009 - count} ")
+    top = "line => line.getBoundingClientRect().top"
+    before = line.evaluate(f"line => {{ $('scroller').scrollTop = 200; return ({top})(line); }}")
+    more = "count => document.querySelectorAll('article p').length > count"
+    page.wait_for_function(more, arg=count)
+    assert abs(line.evaluate(top) - before) < 2
+    for _ in range(20):
+        page.locator("#scroller").evaluate("box => { box.scrollTop = 0; }")
+    expect(found.locator("p").first).to_have_text("Part 0 ")
+    assert [line.split()[1] for line in found.locator("p").all_inner_texts()] == [
+        str(number) for number in range(2000)
+    ]
+
+
 def test_markup_does_not_run(visit: Any, script: Script, file: Path) -> None:
     hostile = (
         "<script>alert(1)</script>\n\n<img src=x onerror=alert(1)>\n\n<svg onload=alert(1)>\n\n"

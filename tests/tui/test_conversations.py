@@ -36,7 +36,9 @@ from tests.tui.screen import idle
 async def listed(pilot: Pilot[None]) -> OptionList:
     await pilot.press("ctrl+o")
     await until(pilot, lambda: isinstance(pilot.app.screen, ConversationsScreen))
-    return pilot.app.screen.query_one(OptionList)
+    options = pilot.app.screen.query_one(OptionList)
+    await until(pilot, lambda: options.option_count)
+    return options
 
 
 def kept(opening: Opening) -> list[tuple[str, str, str]]:
@@ -112,7 +114,7 @@ async def test_new_keeps_what_is_in_force(model: FakeModel, opening: Opening) ->
         app.state.defaults = Defaults("Be brief.")  # by F5
         await screen.say(pilot, "/new")
         told = ["System prompt: Be brief.", "New conversation, with your new defaults"]
-        assert screen.notices(app) == told
+        await until(pilot, lambda: screen.notices(app) == told)
 
 
 async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
@@ -120,6 +122,7 @@ async def test_rename_and_delete(model: FakeModel, opening: Opening) -> None:
         await asked(pilot, "First")
         await screen.say(pilot, "/rename My talk")
         await screen.say(pilot, "/new")
+        await until(pilot, lambda: not screen.users(app))
         await asked(pilot, "Second")
         options = await listed(pilot)
         await pilot.press("down", "f2")
@@ -251,7 +254,7 @@ async def test_remove_fork_pin(model: FakeModel, opening: Opening) -> None:
         await until(pilot, lambda: str(options.options[0].prompt).startswith("  * One"))
         await pilot.press("escape")
         await screen.say(pilot, "/pin")
-        assert "Pinned" in screen.notices(app)[-1]
+        await until(pilot, lambda: "Pinned" in screen.notices(app)[-1])
         with opening() as history:
             assert [each.pinned for each in history.list()] == [True, True]
 
@@ -535,7 +538,7 @@ async def test_nobody_else_may_read(tiny_folder: Path, folders: Settings, tmp_pa
         await until(pilot, lambda: (tmp_path / "chat.md").exists())
         app.preferences.change({"system": "a secret"})
         app.state.presets.save(Preset("mine", "a secret"))
-        await pilot.press("ctrl+n")  # parks the conversation
+        await cleared(pilot)  # parks the conversation
         await asked(pilot, "another secret")
         found = list(tmp_path.rglob("*"))  # SQLite's own files too
         assert not [path for path in found if path.stat().st_mode & 0o077]

@@ -7,16 +7,17 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from markdown_it import MarkdownIt
 from rich.cells import cell_len
 from rich.style import Style
 from textual.content import Content
 
+from localrt.common.markdown_parts import Part
 from localrt.common.progress import Progress
 from localrt.engine.types import Metrics
 from localrt.service.status import LaneUse, MemoryUse
 from localrt.tui.chat.bars import Phase, StatusBar, footer_line
-from localrt.tui.chat.markdown import MarkdownLines, MarkdownStyles
+from localrt.tui.chat.blocks import AnswerBlock, Styles, TurnBlock, UserTurn
+from localrt.tui.chat.markdown import MarkdownStyles, lines_of
 from localrt.tui.chat.panel import (
     PanelData,
     lane_text,
@@ -104,15 +105,10 @@ violets are <b>blue</b> [image: a cat]
 The end."""
 
 
-def drawn(lines: MarkdownLines) -> str:
-    return "\n".join(line.text.rstrip() for line in lines.lines)
-
-
 def whole(source: str, width: int = 40) -> str:
-    lines = MarkdownLines(STYLES, width)
-    lines.append(source)
-    lines.finish()
-    return drawn(lines)
+    """A text drawn in one piece."""
+    lines = lines_of(Part(source), {}, width, STYLES, STYLES.console())
+    return "\n".join(line.text.rstrip() for line in lines)
 
 
 def test_blocks() -> None:
@@ -151,41 +147,92 @@ def test_beyond_commonmark(source: str, shown: str) -> None:
 TOKENS = ("\n\n", "- ", "1. ", "```", "    ", "> ", "---", "\\[", "\\]", "$$", "<br>", "中文")
 
 
-@settings(max_examples=60)
-@given(st.lists(st.sampled_from([*"a \n2|*`#", *TOKENS]), max_size=40))
-def test_streaming_any_text(pieces: list[str]) -> None:
-    lines = MarkdownLines(STYLES, 40)
-    for piece in pieces:
-        before = [line.text for line in lines.lines]
-        first = lines.append(piece)
-        assert [line.text for line in lines.lines[:first]] == before[:first]
-    lines.finish()
-    assert drawn(lines) == whole("".join(pieces))
+# -- answers of any size ---------------------------------------------------------------------------
+
+PLAIN_STYLE = Style()
+ALL_STYLES = Styles(
+    console=STYLES.console(),
+    markdown=STYLES,
+    graphics="",
+    colors=True,
+    **dict.fromkeys(
+        ("base", "user", "waiting", "match", "match_now", "bar", "waiting_bar", "marked_bar"),
+        PLAIN_STYLE,
+    ),
+    **dict.fromkeys(("notice", "error", "mark", "thinking", "attachment"), PLAIN_STYLE),
+)
+
+
+def rows(block: TurnBlock, width: int = 40) -> list[str]:
+    """The lines of a block, section by section."""
+    lines: list[str] = []
+    for section in block.sections:
+        lines += [line.text.rstrip() for line in section.lines(width, ALL_STYLES)]
+        assert section.height(width) == (len(section.lines(width, ALL_STYLES)), True)
+    return lines
+
+
+TOKENS = ("\n\n", "- ", "1. ", "```", "    ", "> ", "---", "\\[", "\\]", "$$", "<br>", "中文")
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.sampled_from([*"a \n2|*`#", *TOKENS, "\n[x]: http://a.b\n", "[x]"]), max_size=40)
+)
+def test_sections_of_any_text(pieces: list[str]) -> None:
+    """An answer that came in pieces, and is cut in sections, looks as it does in one piece."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("localrt.tui.chat.blocks._SMALL", 1)
+        answer = AnswerBlock()
+        for piece in pieces:
+            answer.write(piece)
+            rows(answer)
+        answer.finish()
+        assert "\n".join(rows(answer)).strip("\n") == whole("".join(pieces)).strip("\n")
 
 
 @pytest.mark.parametrize(
     ("opening", "line"),
-    [("```python\n", "x = 1\n"), ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n")],
+    [
+        ("```python\n", "x = 1\n"),
+        ("| a | bb |\n|---|---:|\n", "| an item | 1.5 |\n"),
+        ("", "- a\n"),
+    ],
 )
-def test_long_blocks(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = MarkdownLines(STYLES, 40)
-    lines.append(opening)
-    parsed, parse = [], MarkdownIt.parse
+def test_growing_block(opening: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a long block that grows, only the end is laid out again."""
+    monkeypatch.setattr("localrt.tui.chat.blocks._PIECE", 300)
+    monkeypatch.setattr("localrt.tui.chat.blocks._SLICE", 100)
+    drawn = list[int]()
     monkeypatch.setattr(
-        MarkdownIt, "parse", lambda self, text: (parsed.append(len(text)), parse(self, text))[1]
+        "localrt.tui.chat.blocks.lines_of",
+        lambda part, *how: (drawn.append(len(part.text)), lines_of(part, *how))[1],
     )
-    changed, most = [], 0
-    for _ in range(120):
-        changed.append(lines.append(line))
-        most = max(most, len(lines.lines) - changed[-1])
-    assert changed[-1] > 50  # the first lines are no longer touched
-    assert max(parsed) < 80 * len(opening + line)
-    assert most < 80
-    streamed = drawn(lines)
-    lines.finish()
-    assert [row.split() for row in streamed.splitlines()] == [
-        row.split() for row in drawn(lines).splitlines()
-    ]
+    answer = AnswerBlock()
+    answer.write(opening)
+    for _ in range(200):
+        answer.write(line)
+        drawn.clear()
+        rows(answer)
+        assert sum(drawn) < 1000
+    grown = rows(answer)
+    answer.finish()
+    assert [row.split() for row in rows(answer)] == [row.split() for row in grown]
+    assert len(rows(answer)) == len(whole(opening + 200 * line).splitlines())
+
+
+def test_long_texts_that_are_no_markdown() -> None:
+    """A message, and thinking that is unfolded, of many sections."""
+    text = "\n".join(f"line {number} " + "word " * (number % 30) for number in range(1000))
+    message, answer = UserTurn(text), AnswerBlock(f"<think>{text}</think>Yes.")
+    answer.toggle()
+    assert len(message.sections) > 3
+    assert len(answer.sections) > 3
+    for found in (rows(message), rows(answer)[1:-2]):
+        assert "".join("".join(found).split()) == "".join(text.split())
+        assert sum(row.lstrip().startswith("line") for row in found) == 1000
+    assert rows(answer)[-2:] == ["", "Yes."]
+    assert len(rows(AnswerBlock(f"<think>{text}"))) == 4, "the last lines, while it thinks"
 
 
 def test_wrapping() -> None:

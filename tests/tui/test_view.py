@@ -14,13 +14,16 @@ import pytest
 from PIL import Image
 from rich.style import Style
 from textual.events import MouseScrollUp
+from textual.geometry import Offset
 from textual.pilot import Pilot
+from textual.selection import Selection
 from textual.strip import Strip
 from textual.widgets import Input, Static
 
 from localrt.tui import ChatApp
 from localrt.tui.chat.bars import FindBar
 from localrt.tui.chat.blocks import GUTTER, AnswerBlock, UserTurn
+from localrt.tui.chat.markdown import lines_of
 from localrt.tui.chat.panel import LivePanel
 from localrt.tui.chat.view import ConversationView
 from localrt.tui.screens.dialogs import Choose, TooSmall
@@ -47,7 +50,7 @@ async def test_thinking() -> None:
         await pilot.press("ctrl+t")
         assert "Hmm." in screen.shown(app)
         await pilot.press("alt+c")
-        assert app.clipboard == "Yes."
+        await until(pilot, lambda: app.clipboard == "Yes.")
 
 
 # -- marking and copying ---------------------------------------------------------------------------
@@ -61,15 +64,16 @@ async def test_copying(model: FakeModel) -> None:
         await pilot.press("alt+c")
         assert "nothing to copy" in screen.hint(app)
         await asked(pilot, "Hi")
-        await pilot.press("alt+c")
-        assert app.clipboard == CODE
-        await pilot.press("alt+y")
-        assert app.clipboard == "ls\n"
-        await until(pilot, lambda: "code block 2 of 2: sh" in screen.hint(app))
-        await pilot.press("alt+y")
-        assert app.clipboard == "a = 1\n"
-        await pilot.press("alt+up", "alt+up", "alt+c")
-        assert app.clipboard == "Hi"
+        for keys, copied in (
+            (["alt+c"], CODE),
+            (["alt+y"], "ls\n"),
+            (["alt+y"], "a = 1\n"),
+            (["alt+up", "alt+up", "alt+c"], "Hi"),
+        ):
+            await pilot.press(*keys)
+            await until(pilot, lambda copied=copied: app.clipboard == copied)
+            if copied == "ls\n":
+                await until(pilot, lambda: "code block 2 of 2: sh" in screen.hint(app))
 
 
 async def test_mouse() -> None:
@@ -80,6 +84,7 @@ async def test_mouse() -> None:
         await pilot.hover(ConversationView, offset=(7, 7))
         await pilot.mouse_up(ConversationView, offset=(7, 7))
         await pilot.press("ctrl+c")
+        await until(pilot, lambda: bool(app.clipboard))
         assert app.clipboard == "bold words\n\n雨 ra"
         assert screen.composer(app).has_focus
         # A click marks a turn, and Enter opens its menu.
@@ -154,6 +159,102 @@ async def test_resize_keeps_place(model: FakeModel) -> None:
         await pilot.press("f3")  # a panel that makes it narrower, or lower
         await until(pilot, lambda: app.chat.panel.is_open)
         assert word in screen.shown(app).splitlines()[0]
+
+
+# -- answers of any size ---------------------------------------------------------------------------
+
+
+def numbered(count: int) -> str:
+    """An answer of ``count`` paragraphs, some of which take several lines."""
+    return "\n\n".join(f"Part {n} " + f"word{n} " * (n % 40) for n in range(count))
+
+
+def numbers(app: ChatApp) -> list[int]:
+    """The numbers of the paragraphs on the screen."""
+    return [int(number) for number in re.findall(r"Part (\d+)", screen.shown(app))]
+
+
+async def test_huge_answer(model: FakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is on the screen is laid out, and everything is where it belongs."""
+    drawn = list[str]()
+    monkeypatch.setattr(
+        "localrt.tui.chat.blocks.lines_of",
+        lambda part, *how: (drawn.append(part.text), lines_of(part, *how))[1],
+    )
+
+    def laid_out() -> int:
+        """Characters that were laid out since the last call."""
+        size = sum(map(len, drawn))
+        drawn.clear()
+        return size
+
+    count, most = 5000, 12_000  # characters: a few screens
+    text = numbered(count)
+    assert len(text) > 50 * most
+    async with running(model) as (app, pilot):
+        view = screen.conversation(app)
+        view.add(UserTurn("Write a lot"), AnswerBlock(text), UserTurn("Thanks"))
+        await until(pilot, lambda: "Thanks" in screen.shown(app))
+        assert numbers(app)[-1] == count - 1
+        assert laid_out() < most
+        for share in (0.0, 0.5, 0.25, 0.99, 0.75):
+            view.scroll_to(y=share * view.max_scroll_y, animate=False, force=True)
+            await pilot.pause()
+            found = numbers(app)
+            assert found == list(range(found[0], found[0] + len(found))) != []
+            assert abs(found[0] / count - share) < 0.1
+            assert laid_out() < most
+        for width in (50, 110, 80):
+            top = screen.shown(app).splitlines()[0]
+            await pilot.resize_terminal(width, 24)
+            await until(pilot, lambda width=width: view.size.width == width)
+            assert numbers(app)[0] in (found[0] - 1, found[0])
+            assert laid_out() < most
+        assert top
+        # One that grows.
+        answer = view.blocks[-2]
+        assert isinstance(answer, AnswerBlock)
+        view.follow()
+        answer.reopen()
+        for piece in (text, "\n\nPart 5000", " ends."):
+            laid_out()
+            answer.write(piece)
+            view.changed(answer)
+            await pilot.pause()
+        assert "Part 5000 ends." in screen.shown(app)
+        assert laid_out() < most
+        # Step by step, everything comes once.
+        await pilot.press("ctrl+home")
+        seen = dict.fromkeys(numbers(app))
+        while view.scroll_y < view.max_scroll_y:
+            view.scroll_page_down(animate=False)
+            await pilot.pause()
+            seen |= dict.fromkeys(numbers(app))
+            assert len(seen) < 60 or view.scroll_to(y=view.max_scroll_y, animate=False) is None
+        assert list(seen)[:60] == list(range(60))
+
+
+async def test_find_and_copy_in_huge_answer(model: FakeModel) -> None:
+    async with running(model) as (app, pilot):
+        view = screen.conversation(app)
+        view.add(AnswerBlock(numbered(5000)))
+        await pilot.press("ctrl+f", *"part 17")
+        await until(pilot, lambda: count(app) == "111 of 111")  # the last is nearest to the end
+        assert "Part 1799" in screen.shown(app)
+        await pilot.press("enter")
+        await until(pilot, lambda: count(app) == "1 of 111")
+        assert highlighted(app) == ["[Part 17]"]
+        await pilot.press("escape")
+        # What is selected may begin and end far from what is laid out.
+        await pilot.press("ctrl+home")
+        first = next(y for y, line in enumerate(screen.lines(app)) if "Part 0" in line.text)
+        begin, end = Offset(GUTTER + 5, first), Offset(0, 600)
+        app.chat.selections = {view: Selection(begin, end)}
+        await pilot.press("ctrl+c")
+        await until(pilot, lambda: app.clipboard.startswith("0"))
+        found = [int(number) for number in re.findall(r"Part (\d+)", app.clipboard)]
+        assert found == list(range(1, found[-1] + 1))
+        assert len(found) > 50
 
 
 # -- the window ------------------------------------------------------------------------------------

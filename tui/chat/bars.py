@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.cells import cell_len
@@ -19,6 +20,7 @@ from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
+from textual.worker import Worker
 
 from localrt.common.formatting import format_rate
 from localrt.tui.chat.blocks import AnswerBlock, TurnBlock, UserTurn
@@ -73,7 +75,8 @@ class FindBar(Horizontal):
         if not self.display:
             return False
         self.display = False
-        self._view.find("")
+        self.workers.cancel_node(self)
+        self._view.end_find()
         self._back.focus()
         return True
 
@@ -98,7 +101,11 @@ class FindBar(Horizontal):
         self.set_class(self.size.width < 70, "-tight")
 
     def _find(self) -> None:
-        self._view.find(self._line.value)
+        """Search in a thread; the latest search counts."""
+        _: Worker[None] = self.run_worker(partial(self._found, self._line.value), exclusive=True)
+
+    async def _found(self, query: str) -> None:
+        await self._view.find(query)
         self._tell()
 
     def _tell(self) -> None:

@@ -1,16 +1,18 @@
-"""The blocks of a conversation on screen, which are laid out when they come into view.
+"""The blocks of a conversation on screen, in sections that are laid out when they come into view.
 
-A block knows its text and its lines at one width, or a cheap estimate of their number. It knows
-neither the widget that shows it nor the other blocks. An answer is Markdown that may still grow;
+A section knows its text, and its lines at one width or a cheap estimate of their number. Blocks
+know neither the widget that shows them nor each other. An answer is Markdown that may still grow;
 its thinking is folded to one line once it has ended, and until then its last lines are shown.
 Styles come from the component classes in ``app.tcss``, once per theme.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.segment import Segment
@@ -20,12 +22,15 @@ from textual.strip import Strip
 
 from localrt import Thinking, split_thinking
 from localrt.common.formatting import format_seconds
+from localrt.common.markdown_parts import MarkdownCutter, Part, cut, definitions
 from localrt.common.option_names import spelled
 from localrt.tui.chat.markdown import (
-    MarkdownLines,
     MarkdownStyles,
     breakable_text,
     code_blocks,
+    lines_of,
+    markdown_parser,
+    widths_of,
     without_marks,
 )
 from localrt.tui.chat.thumbnails import Graphics, Thumbnail, cells
@@ -102,55 +107,100 @@ def styles_of(widget: Widget, graphics: Graphics = "") -> Styles:
     )
 
 
+_PIECE = 3000  # characters of a long text that are laid out at once: milliseconds
+_SMALL = 800  # Markdown's blocks are laid out together up to this size
+_SLICE = 1000  # characters of a block that grows
+_TAIL = 3  # lines of thinking that are shown while it goes on
+# Plain text is cut at the end of a line, or else of a word.
+_PIECES = re.compile(
+    rf"(?s:.{{{_PIECE}}})(?:[^\n]{{0,{_PIECE}}}\n|[^\n]{{0,{_PIECE}}} |[^\n]{{0,{_PIECE}}})|(?s:.+)"
+)
+
+
 GUTTER = 3  # columns left of the text, including a margin
 Kind = Literal["info", "error", "mark"]
 
 
-class TurnBlock:
-    """A part of the conversation. Subclasses say what it consists of.
+class Section:
+    """Lines that are laid out together; ``gap`` is the number of empty lines above them."""
+
+    gap = 0
+    _laid_out: tuple[int, Styles, list[Strip]] | None = None
+    _height: tuple[int, int, bool] | None = None  # the width; the number of lines, if it is exact
+
+    def lines(self, width: int, styles: Styles) -> list[Strip]:
+        """The lines in ``width`` columns, gutter excluded."""
+        kept = self._laid_out  # replaced as a whole, since a thread may copy the text
+        if kept is None or kept[0] != width or kept[1] is not styles:
+            self._laid_out = kept = width, styles, self.lay_out(width, styles)
+            self._height = width, len(kept[2]), True
+        return kept[2]
+
+    def height(self, width: int) -> tuple[int, bool]:
+        """The number of lines, and whether it is exact (not an estimate)."""
+        if self._height is None or self._height[0] != width:
+            self._height = width, self.estimate(width), False
+        return self._height[1:]
+
+    @property
+    def laid_out(self) -> bool:
+        return self._laid_out is not None
+
+    def forget(self) -> None:
+        """Free the lines; their number is kept."""
+        self._laid_out = None
+
+    @property
+    def readable(self) -> str:
+        """Roughly the text that the lines show, without folded parts."""
+        raise NotImplementedError
+
+    def lay_out(self, width: int, styles: Styles) -> list[Strip]:
+        raise NotImplementedError
+
+    def estimate(self, width: int) -> int:
+        """A cheap estimate of the number of lines."""
+        return estimated(self.readable, width)
+
+
+class DrawnSection(Section):
+    """A section of ``readable`` text that ``draw`` lays out."""
+
+    def __init__(self, readable: str, draw: Callable[[int, Styles], list[Strip]]) -> None:
+        self._text, self._draw = readable, draw
+
+    @property
+    def readable(self) -> str:
+        return self._text
+
+    def lay_out(self, width: int, styles: Styles) -> list[Strip]:
+        return self._draw(width, styles)
+
+
+class TurnBlock(Section):
+    """A part of the conversation; most are a single section.
 
     ``turn`` is its number in the history, None if it is not a turn. It is number ``branch`` of
     ``branches`` alternatives.
     """
 
     role = ""
-    gap = 1  # empty lines above it
+    gap = 1
 
     def __init__(self) -> None:
         self.turn: int | None = None
         self.branch = self.branches = 1
         self.mark = ""  # how it ended, if that is worth showing
         self._unfolded = False
-        self._width = -1
-        self._styles: Styles | None = None
-        self._lines: list[Strip] | None = None
-        self._height: int | None = None
-
-    def lines(self, width: int, styles: Styles) -> list[Strip]:
-        """The lines in ``width`` columns, gutter excluded."""
-        if self._lines is None or width != self._width or styles is not self._styles:
-            self._width, self._styles = width, styles
-            self._lines = self.lay_out(width, styles)
-            self._height = len(self._lines)
-        return self._lines
-
-    def height(self, width: int) -> tuple[int, bool]:
-        """The number of lines, and whether it is exact (not an estimate)."""
-        if self._height is not None and width == self._width:
-            return self._height, True
-        return self.estimate(width), False
 
     @property
-    def laid_out(self) -> bool:
-        return self._lines is not None
-
-    def forget(self) -> None:
-        """Free the lines; their number is kept."""
-        self._lines = None
+    def sections(self) -> Sequence[Section]:
+        """What it consists of, from top to bottom."""
+        return (self,)
 
     def changed(self) -> None:
         """Lay out again the next time it is shown."""
-        self._lines = self._height = None
+        self._laid_out = self._height = None
 
     def gutter(self, styles: Styles, marked: bool) -> Segment:
         """The columns on the left of every line."""
@@ -176,14 +226,9 @@ class TurnBlock:
 
     @property
     def readable(self) -> str:
-        """Roughly the text that the lines show, without folded parts."""
         return self.source
 
-    def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        raise NotImplementedError
-
     def estimate(self, width: int) -> int:
-        """A cheap estimate of the number of lines."""
         return estimated(self.source, width) + bool(self.note)
 
     @property
@@ -217,6 +262,8 @@ class UserTurn(TurnBlock):
         self.thumbnails = [Thumbnail(picture) for picture in pictures]
         self._captions = captions
         self._escapes: dict[int, str] = {}
+        self._start = 0  # of what is in the last section, with the pictures
+        self._sections: list[Section] | None = None
 
     @property
     def source(self) -> str:
@@ -236,6 +283,29 @@ class UserTurn(TurnBlock):
     def background(self, styles: Styles) -> Style:
         return styles.waiting if self.waiting else styles.user
 
+    @property
+    def sections(self) -> Sequence[Section]:
+        if self._sections is None:
+            text, start, self._sections = self.shown().plain, 0, []
+            for piece in _PIECES.findall(text)[:-1]:
+                draw = partial(self._piece, start, start + len(piece))
+                self._sections.append(DrawnSection(piece, draw))
+                start += len(piece)
+            self._start = start
+            self._sections.append(self)
+            self.gap = 0
+            self._sections[0].gap = 1
+        return self._sections
+
+    def _piece(self, start: int, end: int, width: int, styles: Styles) -> list[Strip]:
+        text = self.shown(styles)[start:end]
+        text.remove_suffix("\n")
+        return wrapped(text, width - 1, styles)
+
+    def changed(self) -> None:
+        super().changed()
+        self._sections = None
+
     def shown(self, styles: Styles | None = None) -> Text:
         """The message, with labels for folded parts and pictures."""
         text, place = Text(), 0
@@ -251,14 +321,14 @@ class UserTurn(TurnBlock):
 
     @property
     def readable(self) -> str:
-        return "\n".join([self.shown().plain, *self._captions])
+        return "\n".join([self.shown().plain[self._start :], *self._captions])
 
     def estimate(self, width: int) -> int:
         rows = sum(cells(each.picture, width - 1)[1] for each in self.thumbnails)
         return estimated(self.readable, width) + rows + bool(self.note)
 
     def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        lines = wrapped(self.shown(styles), width - 1, styles)
+        lines = wrapped(self.shown(styles)[self._start :], width - 1, styles)
         self._escapes.clear()
         for thumbnail, line in zip(self.thumbnails, self._captions, strict=True):
             if styles.colors:
@@ -312,7 +382,43 @@ def estimated(text: str, width: int) -> int:
     return max(sum(1 + len(line) // width for line in text.split("\n")), 1)
 
 
-_TAIL = 3  # lines of thinking that are shown while it goes on
+class MarkdownSection(Section):
+    """A part of an answer."""
+
+    def __init__(self, part: Part, links: dict[str, Any]) -> None:
+        self.part, self._links = part, links
+        self._below = False  # whether it is below another
+        self._table: MarkdownSection | None = None  # where its table begins
+        self._widths: tuple[int, Sequence[int]] = -1, ()
+
+    def put_below(self, above: MarkdownSection | None) -> None:
+        """Follow another section, or be the first."""
+        self._below, self._table = above is not None, None
+        if above is not None and "|" in self.part.before:
+            same = self.part.before == above.part.before
+            self._table = above._table if same else above
+
+    @property
+    def key(self) -> tuple[Part, str]:
+        """Sections with the same look the same."""
+        return self.part, str(self._links)
+
+    @property
+    def readable(self) -> str:
+        return self.part.text
+
+    def lay_out(self, width: int, styles: Styles) -> list[Strip]:
+        widths = self._table.widths(width, styles) if self._table else ()
+        how = width, styles.markdown, styles.console
+        lines = lines_of(self.part, self._links, *how, widths)
+        return [Strip([]), *lines] if lines and self._below and not self.part.goes_on else lines
+
+    def widths(self, width: int, styles: Styles) -> Sequence[int]:
+        """The widths of the columns of the table that it ends in."""
+        if self._widths[0] != width:
+            how = width, styles.markdown, styles.console
+            self._widths = width, widths_of(self.part, self._links, *how)
+        return self._widths[1]
 
 
 class AnswerBlock(TurnBlock):
@@ -327,8 +433,11 @@ class AnswerBlock(TurnBlock):
         super().__init__()
         self._pieces = [clean(source)] if source else []
         self._finished = bool(source)
-        self._markdown: MarkdownLines | None = None
-        self._drawn = 0  # characters of the answer that are in ``_markdown``
+        self._sections: list[Section] | None = None  # None: they are made again
+        self._thoughts: dict[tuple[int, str], DrawnSection] = {}
+        self._answer: list[MarkdownSection] = []
+        self._links: dict[str, Any] = {}
+        self._cutter = MarkdownCutter(markdown_parser(), least=_SMALL, most=_PIECE)
         self.thinking_s: float | None = None
         self.calls = self.reopened = False
 
@@ -367,91 +476,94 @@ class AnswerBlock(TurnBlock):
 
     def write(self, text: str) -> None:
         if text:
+            text = clean(text)
             if self.reopened:
                 self.reopened = self._finished = False
+                if not text.startswith(self.source):
+                    self._cutter.restart()
                 self._pieces.clear()
                 self.changed()
-            self._pieces.append(clean(text))
-            self.grown()
-
-    def grown(self) -> None:
-        """Lay out new lines the next time it is shown; finished lines stay unchanged."""
-        self._lines = None
+            self._pieces.append(text)
+            self._sections = None
 
     def finish(self) -> None:
-        """Lay out the whole text as one document: no more pieces will come."""
+        """Called when no more pieces will come."""
         self._finished = True
         self.changed()
 
     def changed(self) -> None:
-        """Lay out from the start the next time it is shown."""
+        """Look at the text again the next time it is shown; what is the same stays laid out."""
         super().changed()
-        self._markdown = None
+        self._sections = None
         self.gap, self.role = (0, "") if self._is_nothing else (1, "assistant")
 
     @property
     def _is_nothing(self) -> bool:
         return self.calls and self._finished and not self.note and not self.source.strip()
 
-    def forget(self) -> None:
-        """Free the lines, unless the answer is still growing."""
-        if self._finished:
-            super().forget()
-            self._markdown = None
+    @property
+    def sections(self) -> Sequence[Section]:
+        if self._sections is None:
+            thought = split_thinking(self.source)
+            found: list[Section] = []
+            if _thinks(thought):
+                found += self._thinking_sections(thought)
+            found += self._answer_sections(thought.answer)
+            if self.note or not (found or self._is_nothing):
+                found.append(DrawnSection("", self._last_lines))
+            if found:
+                found[0].gap = self.gap
+            self._sections = found
+        return self._sections
 
-    def height(self, width: int) -> tuple[int, bool]:
-        """The height; that of an answer that has grown is computed again."""
-        if self._lines is None and not self._finished:
-            return max(self._height or 1, 1), False
-        return super().height(width)
+    def _last_lines(self, width: int, styles: Styles) -> list[Strip]:
+        return self.note_lines(width, styles) or [Strip([])]
 
-    def estimate(self, width: int) -> int:
-        thought = split_thinking(self.source)
-        return estimated(thought.answer, width) + 2 * _thinks(thought) + bool(self.note)
+    def _thinking_sections(self, thought: Thinking) -> list[Section]:
+        known, self._thoughts = self._thoughts, {}
+        for key in enumerate(_PIECES.findall(thought.thinking) if self._unfolded else ()):
+            draw = partial(_thinking_lines, key[1])
+            self._thoughts[key] = known.get(key) or DrawnSection(key[1], draw)
+        gap = [DrawnSection("", lambda *_: [Strip([])])] if thought.answer else []
+        head = DrawnSection("", partial(self._head_lines, thought))
+        return [head, *self._thoughts.values(), *gap]
 
-    def lay_out(self, width: int, styles: Styles) -> list[Strip]:
-        if self._is_nothing:
-            return []
-        thought = split_thinking(self.source)
-        lines: list[Strip] = []
-        if _thinks(thought):
-            lines += self._thinking_lines(thought.thinking, width, styles, open=thought.open)
-            if thought.answer:
-                lines.append(Strip([]))
-        if thought.answer or not (lines or self.note):
-            lines += self._markdown_lines(thought.answer, width, styles)
-        return [*lines, *self.note_lines(width, styles)] or [Strip([])]
-
-    def _thinking_lines(
-        self, thinking: str, width: int, styles: Styles, *, open: bool
-    ) -> list[Strip]:
+    def _head_lines(self, thought: Thinking, width: int, styles: Styles) -> list[Strip]:
         took = "" if self.thinking_s is None else f" {format_seconds(self.thinking_s)}"
-        if open:
+        if thought.open:
             head = f"▾ Thinking ...{took}"
         else:
             took = f" for{took}" if took else ""
             head = f"{'▾' if self._unfolded else '▸'} Thought{took}"
-        lines = wrapped(Text(thinking, styles.thinking), width - 2, styles) if thinking else []
-        if not self._unfolded:
-            lines = lines[-_TAIL:] if open else []
-        indent = Strip(Text("  ").render(styles.console))
-        return [
-            *wrapped(Text(head, styles.mark), width, styles),
-            *(Strip.join([indent, line]) for line in lines),
-        ]
+        lines = wrapped(Text(head, styles.mark), width, styles)
+        if thought.open and thought.thinking and not self._unfolded:
+            # Begins at the same character while little is added, so that lines break the same.
+            begin = max(len(thought.thinking) // _PIECE - 1, 0) * _PIECE
+            lines += _thinking_lines(thought.thinking[begin:], width, styles)[-_TAIL:]
+        return lines
 
-    def _markdown_lines(self, text: str, width: int, styles: Styles) -> list[Strip]:
-        lines = self._markdown
-        shrunk = len(text) < self._drawn  # the earlier text turned out to be thinking
-        if lines is None or shrunk or lines.width != width or lines.styles is not styles.markdown:
-            self._markdown, self._drawn = MarkdownLines(styles.markdown, width), 0
-        assert self._markdown is not None
-        if len(text) > self._drawn:
-            self._markdown.append(text[self._drawn :])
-            self._drawn = len(text)
-        if self._finished:
-            self._markdown.finish()
-        return self._markdown.lines
+    def _answer_sections(self, answer: str) -> list[MarkdownSection]:
+        cutter, parser, grows = self._cutter, markdown_parser(), not self._finished
+        stay = cutter.take(answer, grows=grows)
+        if not grows:
+            links, before = definitions((*cutter.parts, cutter.last), parser), self._links
+            self._links, stay = links, stay if links == before else 0
+        last = cut(cutter.last, parser, least=_SMALL, most=_SLICE) if grows else [cutter.last]
+        kept = self._answer[:stay]
+        known = {each.key: each for each in self._answer[stay:]}
+        for part in (*cutter.parts[stay:], *(part for part in last if part.text.strip())):
+            section = MarkdownSection(part, self._links)
+            section = known.pop(section.key, section)
+            section.put_below(kept[-1] if kept else None)
+            kept.append(section)
+        self._answer = kept
+        return kept
+
+
+def _thinking_lines(text: str, width: int, styles: Styles) -> list[Strip]:
+    indent = Strip(Text("  ").render(styles.console))
+    lines = wrapped(Text(text.removesuffix("\n"), styles.thinking), width - 2, styles)
+    return [Strip.join([indent, line]) for line in lines]
 
 
 def _thinks(thought: Thinking) -> bool:

@@ -1,8 +1,4 @@
-"""Markdown laid out as terminal lines while it still grows.
-
-A long answer arrives in thousands of pieces. Finished blocks are laid out once; each piece lays out
-only the last, open block, and a long code block or list is closed in slices. The complete text is
-laid out once more as a whole, so the final result does not depend on the pieces.
+"""Markdown laid out as terminal lines, a part of a text at a time.
 
 Formulas stay as they were written, and pictures are never fetched. Rich breaks lines only at
 spaces: between Chinese or Japanese characters, a mark that Rich reads as a space is inserted where
@@ -15,7 +11,8 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from functools import cache
+from typing import Any, ClassVar, cast
 
 from markdown_it import MarkdownIt
 from markdown_it.ruler import RuleOptionsType
@@ -34,6 +31,8 @@ from rich.table import Table
 from rich.text import Text
 from rich.theme import Theme
 from textual.strip import Strip
+
+from localrt.common.markdown_parts import Part
 
 _MARK = "\x1f"  # no text for the terminal contains it
 _WIDE = (
@@ -87,6 +86,7 @@ _FORMULA = re.compile(
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 
 
+@cache
 def markdown_parser() -> MarkdownIt:
     """The parser for answers; HTML is text, and single newlines are kept."""
     parser = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])
@@ -154,15 +154,6 @@ def _parts(child: Token) -> list[Token]:
     return parts
 
 
-_SLICE = 20  # parts of an open code block, list or table that are closed at once
-# Per block: its parts' opening token and level; a table's header is never closed.
-_PARTS = {
-    "bullet_list_open": ("list_item_open", 1),
-    "ordered_list_open": ("list_item_open", 1),
-    "table_open": ("tr_open", 2),
-}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkdownStyles:
     """The styles of Markdown's parts, and whether code is coloured for a dark background."""
@@ -208,98 +199,46 @@ class MarkdownStyles:
         )
 
 
-class MarkdownLines:
-    """The lines of one Markdown text at one width; ``append`` as it grows, ``finish`` once."""
+def lines_of(
+    part: Part,
+    links: dict[str, Any],
+    width: int,
+    styles: MarkdownStyles,
+    console: Console,
+    widths: Sequence[int] = (),
+) -> list[Strip]:
+    """The lines of a part; ``widths`` are those of the columns of the table that it goes on with,
+    ``links`` are the ``definitions`` in the whole text.
+    """
+    options = console.options.update(width=max(width, 8))
+    lines: list[Strip] = []
+    for block in _blocks(markdown_parser().parse(part.source, dict(links))):
+        if lines:
+            lines.append(Strip([]))
+        drawn = _Block(block, styles, () if lines else widths)
+        rows = _trimmed(console.render_lines(drawn, options, pad=False))
+        lines.extend(Strip(without_marks(segments)) for segments in rows)
+    return lines
 
-    def __init__(self, styles: MarkdownStyles, width: int) -> None:
-        self.width = width
-        self.styles = styles
-        self.lines: list[Strip] = []
-        self._console = styles.console()
-        self._options = self._console.options.update(width=max(width, 8))
-        self._parser = markdown_parser()
-        self._source: list[str] = []
-        self._open = ""  # source from the open block on
-        self._closed = 0  # lines of the blocks that are closed
-        self._sliced = False  # whether a first part of the open block has been closed
-        self._number = 1  # number of the open list's first item
-        self._widths: Sequence[int] = ()  # column widths of the open table
 
-    def append(self, text: str) -> int:
-        """Add a piece of source; returns the first line that changed."""
-        self._source.append(text)
-        self._open += text
-        changed = self._closed
-        del self.lines[changed:]
-        blocks = self._open_blocks()
-        keep = _first_open(blocks, self._open)
-        for block in blocks[:keep]:
-            self._add(block)
-        if keep:
-            self._open = _from_line(self._open, _start(blocks[keep]))
-        still_open = blocks[keep:]
-        if self._slice(still_open):
-            still_open = self._open_blocks()
-        self._closed, sliced = len(self.lines), self._sliced
-        for block in still_open:
-            self._add(block)
-        self._sliced = sliced
-        return changed
-
-    def finish(self) -> None:
-        """Lay the whole text out again in one pass: nothing more will come."""
-        source = "".join(self._source)
-        self.lines.clear()
-        self._sliced = False
-        for block in _blocks(self._parser.parse(source)):
-            self._add(block)
-
-    def _open_blocks(self) -> list[list[Token]]:
-        blocks = _blocks(self._parser.parse(self._open))
-        if self._sliced and blocks and blocks[0][0].type == "ordered_list_open":
-            blocks[0][0].attrs["start"] = self._number
-        return blocks
-
-    def _slice(self, blocks: Sequence[Sequence[Token]]) -> bool:
-        """Close the first part of a long open code block, list or table: it is laid out once."""
-        if len(blocks) != 1:
-            return False
-        tokens, first, table = blocks[0], blocks[0][0], blocks[0][0].type == "table_open"
-        code = first.content.splitlines(keepends=True) if first.type == "fence" else []
-        part = _PARTS.get(first.type)
-        starts = [i for i, t in enumerate(tokens) if (t.type, t.level) == part][table:]
-        if not (ready := _ready(len(code or starts))):
-            return False
-        lines = self._open.splitlines(keepends=True)
-        if code:
-            closed = [first.copy(content="".join(code[:ready]))]
-            source = lines[0] + "".join(lines[1 + ready :])
-        else:
-            following = starts[ready]
-            closed = [*tokens[:following], *tokens[-2 if table else -1 :]]
-            self._number = int(first.attrs.get("start", 1)) + ready
-            heading = "".join(lines[:2]) if table else ""
-            source = heading + _from_line(self._open, _start(tokens[following:]))
-        self._add(closed)
-        self._sliced = True
-        self._open = source
-        return True
-
-    def _add(self, block: Sequence[Token]) -> None:
-        if self.lines and not self._sliced:
-            self.lines.append(Strip([]))
-        goes_on = self._sliced and block[0].type == "table_open"
-        renderable = _Block(block, self.styles, self._widths if goes_on else ())
-        rows = self._console.render_lines(renderable, self._options, pad=False)
-        self.lines.extend(Strip(without_marks(segments)) for segments in _trimmed(rows))
-        self._sliced, self._widths = False, renderable.widths
+def widths_of(
+    part: Part, links: dict[str, Any], width: int, styles: MarkdownStyles, console: Console
+) -> Sequence[int]:
+    """The widths of the columns of the table that a part ends in."""
+    options = console.options.update(width=max(width, 8))
+    blocks = _blocks(markdown_parser().parse(part.source, dict(links)))
+    drawn = _Block(blocks[-1] if blocks else [], styles, ())
+    next((True for _ in console.render(drawn, options) if drawn.widths), None)  # before its lines
+    return drawn.widths
 
 
 def code_blocks(source: str) -> list[tuple[str, str]]:
     """Language and text of the code blocks in Markdown, those inside lists and quotes included."""
+    tokens: list[Token] = []
+    markdown_parser().block.parse(source, markdown_parser(), {}, tokens)
     return [
         (token.info.split()[0] if token.info.split() else "", token.content)
-        for token in markdown_parser().parse(source)
+        for token in tokens
         if token.type in ("fence", "code_block")
     ]
 
@@ -314,35 +253,6 @@ def _blocks(tokens: Sequence[Token]) -> list[list[Token]]:
         blocks[-1].append(token)
         depth += token.nesting
     return blocks
-
-
-def _ready(count: int) -> int:
-    """How many of an open block's parts can be closed: all but the last slice."""
-    return max(count // _SLICE - 1, 0) * _SLICE
-
-
-def _start(block: Sequence[Token]) -> int:
-    lines = block[0].map
-    return lines[0] if lines else 0
-
-
-def _first_open(blocks: Sequence[Sequence[Token]], source: str) -> int:
-    """How many blocks from the start no later text can change.
-
-    The last block is open. So is the one before it while the last block is one unfinished line:
-    ``2`` after a list may yet become its item ``2.``.
-    """
-    keep = max(len(blocks) - 1, 0)
-    if keep and _start(blocks[keep]) >= source.count("\n"):
-        keep -= 1
-    return keep
-
-
-def _from_line(source: str, line: int) -> str:
-    position = 0
-    for _ in range(line):
-        position = source.index("\n", position) + 1
-    return source[position:]
 
 
 def _trimmed(rows: list[list[Segment]]) -> list[list[Segment]]:

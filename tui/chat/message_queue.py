@@ -102,6 +102,7 @@ class MessageQueue:
         self._now: _Running | None = None
         self._redraws = RedrawLimit()
         self._memory_note = ""
+        self._prepared: dict[int, TurnBlock] = {}
         self._elsewhere: dict[int, int] = {}  # other windows' turns: characters shown so far
 
     @property
@@ -293,6 +294,11 @@ class MessageQueue:
         if now is not None:
             now.reply.close(now.thought_s)
 
+    def prepare(self, conversation: OpenConversation) -> None:
+        """Make and measure the blocks of a conversation that is shown next; for a thread."""
+        self._prepared = {turn.id: _block_of(turn) for turn in conversation.turns}
+        self._view.prepare(self._prepared.values())
+
     def show(self, conversation: OpenConversation) -> None:
         """Show a conversation. No message may be waiting."""
         if conversation is not self.conversation:
@@ -300,6 +306,7 @@ class MessageQueue:
             self._elsewhere.clear()
             self._view.clear()
         self.sync()
+        self._prepared.clear()
 
     def catch_up(self) -> bool:
         """Show what other windows have written; returns whether there was anything new."""
@@ -325,7 +332,7 @@ class MessageQueue:
                 block.reopen()  # another window has continued it
                 before = 0
             if block is None:
-                added.append(_block_of(turn))
+                added.append(self._prepared.get(turn.id) or _block_of(turn))
             elif before is not None:
                 _fill(block, turn, start=before)
                 view.changed(block)

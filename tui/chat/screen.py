@@ -49,6 +49,7 @@ from localrt.tui.text import one_line
 if TYPE_CHECKING:
     from localrt import KeptPicture, Turn
 
+Work = Callable[[], Awaitable[None] | None]
 _TOOLS_SECONDS = 1.0  # seconds between checks of MCP servers
 _OTHERS_SECONDS = 0.5  # seconds between checks for other windows' messages
 _WAITS_FOR_MODEL = "Type a message: it is sent when the model is ready"
@@ -92,7 +93,7 @@ class ChatScreen(Screen[None]):
         self._editing: Turn | None = None  # in the composer
         self._kept = ""  # the draft that the history has
         self._ticker: Timer | None = None  # while an answer is generated
-        self._next: Callable[[], None] | None = None  # runs when the answer has ended
+        self._next: Work | None = None  # runs when the answer has ended
         self._reading: str | None = None  # what was typed, while its files are read
         self._parking: set[asyncio.Task[None]] = set()
         self._for_later: list[Command] = []  # commands that wait for the model
@@ -148,13 +149,15 @@ class ChatScreen(Screen[None]):
         self.say(f"/{what} has to wait: the model {reason}", "error")
         return False
 
-    def when_answered(self, what: str, work: Callable[[], None]) -> None:
-        """Run an action now, or when the answer ends; a later call replaces an earlier one."""
+    def when_answered(self, what: str, work: Work) -> None:
+        """Run an action next, or when the answer ends; a later call replaces an earlier one. Until
+        it ends, the screen does nothing else, but keys are taken.
+        """
         if self.queue.answering:
             self._next = work
             self.say(f"{what} when this answer ends; Esc stops it")
         else:
-            work()
+            self.call_next(work)
 
     @property
     def failed(self) -> bool:
@@ -261,7 +264,8 @@ class ChatScreen(Screen[None]):
         self.send_next()
 
     async def _edit_answer(self, number: int, text: str) -> None:
-        self.state.conversation.edit_answer(number, self.composer.attachments.unfolded(text))
+        text = self.composer.attachments.unfolded(text)
+        await asyncio.to_thread(self.state.conversation.edit_answer, number, text)
         self._editing = None
         self._changed()
 
@@ -312,13 +316,13 @@ class ChatScreen(Screen[None]):
         if self._ticker is not None:
             self._ticker.resume()
 
-    def _watch_answer(self) -> None:
+    async def _watch_answer(self) -> None:
         try:
-            self._look_at_answer()
+            await self._look_at_answer()
         except StorageError as error:
             self._give_up(error)
 
-    def _look_at_answer(self) -> None:
+    async def _look_at_answer(self) -> None:
         update = self.queue.look()
         if update is None:
             if self.footer.status.phase is Phase.TOOLS and not self.queue.calling:
@@ -341,17 +345,20 @@ class ChatScreen(Screen[None]):
                 _: Worker[None] = self.run_worker(self.action_full)
             if not self.queue.answering and self._next is not None:
                 work, self._next = self._next, None
-                work()
+                if (ends := work()) is not None:
+                    await ends
             self.send_next()
             if not self.queue.answering and self._ticker is not None:
                 self._ticker.pause()
                 self.panel.end()
         self._show_hint()
 
-    def _watch_others(self) -> None:
+    async def _watch_others(self) -> None:
         """Show other windows' messages; a queued message may have waited for their answer."""
         self.keep_draft()
-        news = self.queue.catch_up()
+        # A search in the history may keep it waiting.
+        changed = await asyncio.to_thread(self.queue.conversation.refresh)
+        news = changed and self.queue.sync()
         if self.state.session is not None and not self.queue.answering:
             self.state.session.take_facts()
         if line := self.state.news():
@@ -385,7 +392,10 @@ class ChatScreen(Screen[None]):
 
     async def action_interrupt(self) -> None:
         """Ctrl+C: copy the selection, else stop; pressed twice in a row, quit."""
-        selected = self.composer.selected_text or self.get_selected_text()
+        selected = self.composer.selected_text
+        if not selected and self.selections:  # perhaps of much that has to be laid out
+            found: str | None = await asyncio.to_thread(self.get_selected_text)
+            selected = found or ""
         if self.hint.confirming:
             await self.app.action_quit()
         elif selected:
@@ -406,16 +416,19 @@ class ChatScreen(Screen[None]):
         about it.
         """
         what = "The other conversation will open"
-        self.when_answered(what, lambda: self._open_conversation(change))
+        self.when_answered(what, partial(self._open_conversation, change))
 
-    def _open_conversation(self, change: Callable[[], str | None]) -> None:
-        left, text = self.state.conversation, self.composer.text
+    async def _open_conversation(self, change: Callable[[], str | None]) -> None:
+        left = self.state.conversation
+        self.keep_draft()
         try:
-            done = change()
+            done = await asyncio.to_thread(change)
         except LocalrtError as error:
             self.say(one_line(error), "error")
             return
         if self.state.conversation is not self.queue.conversation:
+            await asyncio.to_thread(self.queue.prepare, self.state.conversation)
+            text = self.composer.text
             self.reader.stop()
             self._editing = None
             waiting = self.queue.take_back()
@@ -431,7 +444,12 @@ class ChatScreen(Screen[None]):
             self.say(done)
 
     def park(self, session: Session) -> None:
-        """Save the KV cache of a conversation that was closed, in a thread."""
+        """Save the KV cache of a conversation that was closed, in a thread. A thread may call
+        this.
+        """
+        self.call_later(self._park, session)
+
+    def _park(self, session: Session) -> None:
         task = asyncio.create_task(asyncio.to_thread(session.leave))
         self._parking.add(task)
         task.add_done_callback(self._parking.discard)
@@ -486,15 +504,18 @@ class ChatScreen(Screen[None]):
         if turn := self._marked_or_last():
             self.open_conversation(lambda: self.state.fork(turn.id))
 
-    def action_rename(self, title: str = "") -> None:
+    async def action_rename(self, title: str = "") -> None:
         """Name the conversation; without a name ask for one."""
         conversation = self.state.conversation
         if title:
-            conversation.set(title=title)
+            await self._rename(title)
             self.hint.flash(f"Named “{title}”")
         else:
             dialog = Ask("Name of this conversation", conversation.title)
-            ask(self, dialog, lambda title: conversation.set(title=title.strip()))
+            ask(self, dialog, lambda title: self.call_next(self._rename, title.strip()))
+
+    async def _rename(self, title: str) -> None:
+        await asyncio.to_thread(self.state.conversation.set, title=title)
 
     # -- turns: the marked one, or else the last suitable one --------------------------------
 
@@ -538,16 +559,16 @@ class ChatScreen(Screen[None]):
         turns = self.state.conversation.turns
         after = len(turns) - turns.index(turn) - 1
 
-        def remove(yes: bool) -> None:
+        async def remove() -> None:
             try:
-                self.state.remove(turn.id)
+                await asyncio.to_thread(self.state.remove, turn.id)
             except LocalrtError as error:
                 self.say(one_line(error), "error")
             self._changed()
 
         more = f" and the {after} after it" if after else ""
         question = f"Remove this turn{more}, with all branches? This cannot be undone."
-        ask(self, Confirm(question, "remove"), remove)
+        ask(self, Confirm(question, "remove"), lambda yes: self.call_next(remove))
 
     def action_retry(self) -> None:
         if (turn := self._question("retry")) is None:
@@ -595,7 +616,7 @@ class ChatScreen(Screen[None]):
             self.hint.flash(f"There is no message to {what}")
         return turn
 
-    def action_branch(self, which: str = "") -> None:
+    async def action_branch(self, which: str = "") -> None:
         """Show the next (or ``prev``) branch at the marked turn, or the last turn with several."""
         if not self.idle("branch"):
             return
@@ -605,7 +626,9 @@ class ChatScreen(Screen[None]):
         if block is None or block.turn is None:
             self.hint.flash("There are no other branches: Alt+E or Ctrl+R begins one")
             return
-        number = self.state.conversation.show_sibling(block.turn, -1 if which == "prev" else 1)
+        step = -1 if which == "prev" else 1
+        show = self.state.conversation.show_sibling
+        number = await asyncio.to_thread(show, block.turn, step)
         self.queue.sync()
         self.view.mark(self.view.turn(number))
         self._count_tokens()
@@ -616,13 +639,14 @@ class ChatScreen(Screen[None]):
             self.hint.flash("Nothing is folded here")
         self._show_hint()
 
-    def action_copy(self, what: str = "") -> None:
+    async def action_copy(self, what: str = "") -> None:
         """Copy a turn as written, an answer without its thinking. ``code``: copy the last code
         block of an answer; each further call copies the one before.
         """
         if what not in ("", "code"):
             raise OptionError("/copy copies the answer, /copy code its last code block")
-        copied = self.view.code_to_copy() if what else self.view.text_to_copy()
+        find = self.view.code_to_copy if what else self.view.text_to_copy
+        copied = await asyncio.to_thread(find)
         if copied is not None:
             self._copy_text(*copied)
         else:
@@ -742,7 +766,7 @@ class ChatScreen(Screen[None]):
         self._show_hint()
 
     def on_conversation_view_clicked(self, event: ConversationView.Clicked) -> None:
-        if not self.get_selected_text():
+        if self.view.text_selection is None:
             self.view.mark(None if event.block is self.view.marked else event.block)
             self._show_hint()
 
@@ -752,6 +776,10 @@ class ChatScreen(Screen[None]):
         """Show a line of the app at the end of the conversation."""
         self.view.add_notice(text, kind)
         self.view.follow()
+
+    def say_later(self, text: str, kind: Kind) -> None:
+        """As ``say``, for threads."""
+        self.call_later(self.say, text, kind)
 
     def _show_hint(self) -> None:
         hint = ""

@@ -1,12 +1,15 @@
-"""The scrolling conversation: one widget that draws visible blocks and estimates the others.
+"""The scrolling conversation: one widget that draws visible sections and estimates the others.
 
-A block is laid out when it comes into view; until then its height is an estimate, whose correction
-does not move the visible text. So conversations of any length open and scroll equally fast. The
-view follows new text while it is at the bottom. Knows blocks, not where they come from.
+A section is laid out when it comes into view; until then its height is an estimate, whose
+correction does not move the visible text. So conversations and answers of any length open and
+scroll equally fast. The view follows new text while it is at the bottom. Knows blocks and their
+sections, not where they come from.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -87,6 +90,12 @@ class ConversationView(ScrollView, can_focus=False):
         place = len(self.blocks) if after is None else self.blocks.index(after) + 1
         self.blocks[place:place] = blocks
         self._refit(place)
+
+    def prepare(self, blocks: Iterable[TurnBlock]) -> None:
+        """Cut and measure blocks that will be added; for a thread."""
+        for block in blocks:
+            for section in block.sections:
+                section.height(self._column.width)
 
     def drop(self, *blocks: TurnBlock) -> None:
         gone = {id(block) for block in blocks}
@@ -174,7 +183,7 @@ class ConversationView(ScrollView, can_focus=False):
         """Mark a block and bring it into view."""
         self.marked = block
         if block is not None and block in self.blocks:
-            top, end = self._column.span(self.blocks.index(block))
+            top, end = self._column.block_span(self.blocks.index(block))
             height = self.size.height
             if top < self.scroll_y or end - top >= height:
                 self._go(top)
@@ -194,10 +203,15 @@ class ConversationView(ScrollView, can_focus=False):
 
     # -- finding ---------------------------------------------------------------------------------
 
-    def find(self, query: str) -> None:
-        """Highlight the matches, and bring the nearest into view; an empty query ends it."""
+    async def find(self, query: str) -> None:
+        """Highlight the matches, and bring the nearest into view."""
         self._finder.look_for(query)
+        await asyncio.to_thread(self._finder.count)
         self._go_to(self._finder.nearest(self.scroll_offset.y, self._style()))
+
+    def end_find(self) -> None:
+        self._finder.look_for("")
+        self.refresh()
 
     def find_next(self, step: int) -> None:
         self._go_to(self._finder.following(step, self._style()))
@@ -221,11 +235,12 @@ class ConversationView(ScrollView, can_focus=False):
 
     def _refit(self, first: int) -> None:
         """Measure again from block ``first`` on, and keep the visible text in place."""
-        if self._read[0] is not None and first <= self._read[0].block:
+        if self._read[0] is not None and self._column.first(first) <= self._read[0].section:
             self._read = None, 0
         if not self._column.width:  # nothing is laid out before the first size is known
             return
-        self._column.measure(first)
+        self._column.gather(first)
+        self._finder.keep()
         self._fit_height()
         self._settle()
         if self._follows:
@@ -255,7 +270,7 @@ class ConversationView(ScrollView, can_focus=False):
 
     def _settle(self) -> None:
         """Lay out visible blocks; heights that change do not move the visible text."""
-        if self._settling or not self.blocks or not self.size:
+        if self._settling or not self._column.sections or not self.size:
             return
         self._settling = True
         try:
@@ -310,9 +325,9 @@ class ConversationView(ScrollView, can_focus=False):
         width = self.scrollable_content_region.width - GUTTER - 1
         self._column.width = max(min(width, _WIDEST), 8)
         self._finder.forget()
-        self._column.measure()
+        self._column.gather()
         if place is not None and not follows:
-            self._column.lay_out([place.block], self._style())
+            self._column.lay_out([place.section], self._style())
         self._settling = True  # a view that is briefly shorter scrolls by itself
         self._fit_height()
         self._settling, self._follows = False, follows
@@ -362,8 +377,9 @@ class ConversationView(ScrollView, can_focus=False):
     def _with_pixels(self, y: int, strip: Strip) -> Strip:
         """A line of the view with a picture's pixels drawn over it."""
         line = self.scroll_offset.y + y
-        block, row = self._column.row(line) if line < self._column.height else (None, 0)
-        pixels = block.escape(row) if isinstance(block, UserTurn) else ""
+        place, row = self._column.row(line) if line < self._column.height else (-1, -1)
+        section = self._column.sections[place] if row >= 0 else None
+        pixels = section.escape(row) if isinstance(section, UserTurn) else ""
         if not pixels:
             return strip
         back = strip.cell_length - GUTTER
@@ -395,6 +411,7 @@ class ConversationView(ScrollView, can_focus=False):
         event.prevent_default()  # a second click would select the whole conversation
         line = self.scroll_offset.y + event.y
         if event.chain == 1 and line < self._column.height:
-            block = self._column.row(line)[0]
-            if block is not None and block.role:
+            place, row = self._column.row(line)
+            block = self._column.owners[place]
+            if row >= 0 and block.role:
                 self.post_message(self.Clicked(block))

@@ -6,9 +6,12 @@ references to widgets they change: a thread may answer after a window has lost i
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -28,6 +31,7 @@ from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
+from textual.worker import Worker, WorkerError
 
 from localrt.common.errors import LocalrtError
 from localrt.history.messages import Decision
@@ -249,11 +253,14 @@ class SearchDialog(Dialog[str], Generic[_Item]):
         """List the items, or show ``none`` if there are none."""
         self.items = items
         self.rows.clear_options()
-        self.rows.add_options(Option(self._row(item)) for item in items)
+        self.add_rows(items)
         if items:
             self.rows.highlighted = min(highlighted, len(items) - 1)
         else:
             self.rows.add_option(Option(none, disabled=True))
+
+    def add_rows(self, items: Sequence[_Item]) -> None:
+        self.rows.add_options(Option(self._row(item)) for item in items)
 
     def _row(self, item: _Item) -> Content:
         return hanging(self.draw(item), self.rows.scrollable_content_region.width)
@@ -276,10 +283,15 @@ class SearchDialog(Dialog[str], Generic[_Item]):
     def on_input_changed(self, event: Input.Changed) -> None:
         self.find(event.value)
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        self.find(event.value)  # keys may arrive before the list is filled
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Take what is chosen in the list of this search, which may not be filled yet."""
+        self.find(event.value)
+        await self.filled()
         if self.chosen is not None:
             self.take(self.chosen)
+
+    async def filled(self) -> None:
+        """Wait until the list is that of ``search_text``."""
 
     def find(self, query: str) -> None:
         if query != self.search_text:
@@ -370,6 +382,7 @@ def help_page(keys: Sequence[Key] = KEYS, width: int = 80) -> Content:
 
 
 NEW = "new"  # the answer for a new conversation; ids are longer
+_ROWS = 25  # that are drawn at once
 _PAUSE = 0.15  # seconds without a key before a search begins
 _KEYS = "Enter open · F2 rename · Ctrl+T pin · Ctrl+D delete · Ctrl+N new · Esc back"
 
@@ -388,9 +401,10 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         super().__init__(search, "Search conversations", keys=_KEYS)
         self._state = state
 
-    def on_mount(self) -> None:
+    async def on_mount(self) -> None:
         self._wait: Timer | None = None
         self.fill()
+        await self.filled()  # before other keys
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.prevent_default()  # search only when typing pauses
@@ -398,13 +412,33 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             self._wait.stop()
         self._wait = self.set_timer(_PAUSE, lambda: self.find(self.line.value))
 
-    def fill(self, keep: int = 0) -> None:
+    def fill(self, *, keep: bool = False) -> None:
+        """List in a thread; what was asked for last counts. ``keep`` the place in the list."""
+        listing = partial(self._list, keep)
+        self._listing: Worker[None] = self.run_worker(listing, exclusive=True, group="list")
+
+    async def _list(self, keep: bool) -> None:
         none = "Nothing found" if self.search_text.strip() else "No conversations yet"
+        found: list[ConversationInfo] = []
         try:
-            found = self._state.list(self.search_text)
+            found = await asyncio.to_thread(self._state.list, self.search_text)
         except LocalrtError as error:
-            found, none = [], one_line(error)
-        self.show(found, none, highlighted=keep)
+            none = one_line(error)
+        place = (self.rows.highlighted or 0) if keep else 0
+        self.show(found[:_ROWS], none, highlighted=place)
+        for first in range(_ROWS, len(found), _ROWS):
+            await asyncio.sleep(0)  # takes keys
+            self.items = found[: first + _ROWS]
+            self.add_rows(found[first : first + _ROWS])
+            if first <= place:
+                self.rows.highlighted = min(place, len(self.items) - 1)
+
+    def _redraw_all(self) -> None:
+        self.fill(keep=True)
+
+    async def filled(self) -> None:
+        with suppress(WorkerError):
+            await self._listing.wait()
 
     def draw(self, item: ConversationInfo) -> Content:
         here = "● " if item.id == self._state.conversation.id else "  "
@@ -452,9 +486,11 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         ask(self, Confirm(question, "delete"), delete)
 
     def _change(self, change: Callable[[], object]) -> None:
-        place = self.rows.highlighted or 0
+        _: Worker[None] = self.run_worker(partial(self._changed, change), group="change")
+
+    async def _changed(self, change: Callable[[], object]) -> None:
         try:
-            change()
+            await asyncio.to_thread(change)
         except LocalrtError as error:
             self.notify(one_line(error), severity="error", markup=False)
-        self.fill(place)
+        self.fill(keep=True)

@@ -104,6 +104,7 @@ const acts = {
     await post(here(), { shown: id });
     return id;
   })),
+  before: (item, first) => api(here(`/items/${item.id}?before=${first}`)),
   pictures: async (item) => {
     const whole = await api(here(`/items/${item.id}`));
     return whole.pictures.map((picture) => picture.url);
@@ -293,7 +294,7 @@ async function follow(item) {
   else $("log").append(made);
   setBusy(true);
   toEnd();
-  if (!isCall && item.html) update(item); // it is continued
+  if (!isCall && item.html.length) update(item); // it is continued
   if (!isCall) say("The model answers.");
   try {
     let whole = item;

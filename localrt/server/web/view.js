@@ -99,18 +99,50 @@ function framed(pre) {
   return h("div", { class: "code" }, top, pre);
 }
 
-// The parts of an answer in `made`; the function returned shows more of it. Text that is selected stays selected.
-function partsOf(made, writing) {
+// An answer in `made`; the function returned shows the parts of its HTML from `first` on, and `before` returns those
+// that precede a part, when one scrolls there. Text that is selected stays selected.
+function partsOf(made, writing, before) {
   const thoughts = h("details", { class: "thinking" }, h("summary"), h("div", {}, ""));
   const body = h("div", { class: "body md" });
+  const boxes = []; // of the parts, by their numbers
+  const show = (first, html) => html.forEach((source, at) => {
+    let box = boxes[first + at];
+    if (!box) {
+      box = boxes[first + at] = h("div", { class: "part" });
+      body.insertBefore(box, boxes.find((next, number) => next && number > first + at) || null);
+    }
+    if (sources.get(box) !== source) patch(box, source);
+    sources.set(box, source);
+  });
+  const reach = async (first) => {
+    if (!first || !before) return;
+    const edge = h("div", { class: "edge" });
+    body.prepend(edge);
+    await new Promise((reached) => {
+      const seen = new IntersectionObserver((entries) => {
+        if (!entries[0].isIntersecting) return;
+        seen.disconnect();
+        reached();
+      }, { root: $("scroller"), rootMargin: "1000px 0px" });
+      seen.observe(edge);
+    });
+    const above = await before(first);
+    const below = $("scroller").scrollHeight - $("scroller").scrollTop;
+    edge.remove();
+    show(above.first, above.html);
+    $("scroller").scrollTop = $("scroller").scrollHeight - below;
+    await reach(above.first);
+  };
   made.append(body);
-  return ({ thinking, html }) => {
+  return ({ thinking, html, first }) => {
     const text = thoughts.lastChild.firstChild;
     if (thinking.startsWith(text.data)) text.appendData(thinking.slice(text.data.length));
     else text.data = thinking;
     if (thinking && !thoughts.parentNode) body.before(thoughts);
-    thoughts.firstChild.textContent = writing && !html ? "Thinking…" : "Thoughts";
-    patch(body, html);
+    thoughts.firstChild.textContent = writing && !html.length ? "Thinking…" : "Thoughts";
+    show(first, html);
+    for (const box of boxes.splice(first + html.length)) box.remove();
+    reach(first).catch(warn);
   };
 }
 
@@ -159,7 +191,7 @@ function drawn(item, acts, last) {
         piece.label ? h("span", { class: "file", title: piece.text.slice(0, 2000) }, piece.label) : piece.text.replace(/\n\n$/, "\n"))));
     }
   } else {
-    partsOf(made, false)(item);
+    partsOf(made, false, (first) => acts.before(item, first))(item);
   }
   const others = item.alternatives;
   if (others.length > 1) {
@@ -228,7 +260,7 @@ function growing(item) {
   made.append(wait, h("div", { class: "bar" }, rate));
   const update = (told) => {
     show(told);
-    wait.hidden = Boolean(told.html);
+    wait.hidden = Boolean(told.html.length);
     rate.textContent = told.tok_s ? `${told.tok_s.toFixed(1)} tokens/s` : "";
   };
   return { made, update };
