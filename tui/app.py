@@ -216,6 +216,15 @@ class ChatApp(App[None]):
         except LocalrtError as error:
             self.state.notes += (one_line(error),)
 
+    async def run_action(self, *given: Any, **how: Any) -> bool:
+        """Do what a key or a menu asks for. What another window has deleted is told, no end."""
+        try:
+            return await super().run_action(*given, **how)
+        except LocalrtError as error:
+            self.chat.queue.sync()  # what was left out for it
+            self.chat.say(one_line(error), "error")
+            return True
+
     async def on_event(self, event: Event) -> None:
         """Every paste, whatever widget gets it, has plain line ends and no control characters. Any
         other key than Ctrl+C's takes back the question whether to quit.

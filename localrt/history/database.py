@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import errno
 import glob
+import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -212,16 +214,14 @@ class Database:
         with self.lock:
             if self.path is None or self._closed or (self.is_open and not self._was_moved()):
                 return
-            if self._was_moved():
-                self._close_connection()
+            # First, as SQLite lends what it has open to the next connection.
+            self._close_connection()
             lost = self._gone is not None and time.monotonic() - self._gone > _GONE_SECONDS
             if self._file is not None and not (anew or lost or _identity(self.path)):
                 self._gone = self._gone or time.monotonic()
                 self._why = UnavailableError(f"{self.path} {_why_none(self.path)}")
                 raise self._why
-        connection, why = self._connected(self.path)  # may wait: others can go on
-        with self.lock:
-            self._close_connection()
+            connection, why = self._connected(self.path)
             self._why = why
             if connection is None:
                 assert why is not None, "there is a connection, or a reason"
@@ -249,7 +249,7 @@ class Database:
             return _opened_instead(self.path)
         except (OSError, sqlite3.OperationalError) as error:
             place = f"open {path}" if _identity(path) else f"keep conversations in {path.parent}"
-            why = f"cannot {place}: {_reason(error)}"
+            why = f"cannot {place}: {_reason(error, path.parent)}"
             unavailable = UnavailableError(why, locked="locked" in str(error))
             if not isinstance(error, OSError) or error.errno in _CANNOT_WRITE:
                 with suppress(OSError, sqlite3.Error):
@@ -437,11 +437,17 @@ def _opened(path: Path, *, check: bool = True) -> sqlite3.Connection:
             raise _NewerError(version)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("SELECT count(*) FROM sqlite_master")
         except sqlite3.OperationalError as error:
             if "locked" in str(error):
                 raise
-            # As on some network drives, which share no memory.
-            connection.execute("PRAGMA journal_mode = DELETE")
+            # As on some network drives, which share no memory: without it, for one connection.
+            connection.close()
+            connection = _connected(path, busy=_BUSY_SECONDS)
+            for change in ("locking_mode = EXCLUSIVE", "journal_mode = DELETE", "user_version"):
+                connection.execute(f"PRAGMA {change}").fetchall()
+            connection.execute("PRAGMA locking_mode = NORMAL")
+            connection.execute("SELECT count(*) FROM sqlite_master").fetchall()
         if check and path.stat().st_size <= _CHECKED_WHOLE:
             (found,) = connection.execute("PRAGMA quick_check(1)").fetchone()
             if found != "ok":
@@ -543,10 +549,14 @@ def _put_aside(path: Path) -> Path:
     return aside
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, folder: Path | None = None) -> str:
     if not isinstance(error, sqlite3.Error):
         return reason_of(error)
     text = str(error)
+    if folder is not None and text in ("unable to open database file", "disk I/O error"):
+        with suppress(OSError):  # SQLite does not say why
+            text = text if shutil.disk_usage(folder).free else "full"
+            text = text if os.access(folder, os.W_OK) else "readonly"
     if "locked" in text:
         return "another app keeps it locked"
     if "full" in text:

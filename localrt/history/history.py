@@ -143,7 +143,7 @@ class History(Closing):
             if all(isinstance(each, Delete) for each in changes):
                 continue
             shown = None
-            with suppress(GoneError):
+            with suppress(StorageError):
                 shown = Conversation(self._outbox, id)
             path = user_path(folder) / f"unsaved-{id[:12]}.json"
             text = as_branches(shown, [change.said for change in changes])

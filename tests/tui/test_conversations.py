@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -483,6 +484,36 @@ async def test_no_room_at_the_start(model: FakeModel, tmp_path: Path) -> None:
     with History(tmp_path / "later.db") as history:
         (talk,) = history.load_file(written).conversations
         assert [turn.content for turn in talk.turns] == ["Hi", "Hello there."]
+
+
+async def test_deleted_elsewhere(model: FakeModel, opening: Opening) -> None:
+    """What cannot be done is told, and what was written comes back."""
+    async with running(model, history=opening) as (app, pilot):
+        await asked(pilot, "Hi")
+        with opening() as other:
+            other.delete(app.state.conversation.id)
+        await pilot.press("ctrl+r")
+        told = "this conversation was deleted"
+        await until(pilot, lambda: told in "".join(screen.notices(app, "error")))
+        await screen.say(pilot, "More words")
+        await until(pilot, lambda: screen.composer(app).text == "More words")
+        assert screen.answers(app) == ["Hello there."]
+        assert app.is_running
+
+
+def test_ended_by_a_signal(tmp_path: Path) -> None:
+    """What waits is written to a folder, and that is told; unless it was given up."""
+    (tmp_path / "data").write_text("not a folder")
+    opening = partial(History, tmp_path / "data" / "h.db", patient=True)
+    for asked_before in (False, True):
+        state = ChatState(opening, model="m", system=None, options={})
+        state.conversation.add("user", "Hi", after=0)
+        line = state.close(asked=asked_before)
+        assert bool(line) is not asked_before
+        if line:
+            written = Path(line.partition("Written to ")[2].partition(";")[0])
+            assert "Hi" in written.read_text(encoding="utf-8")
+            shutil.rmtree(written.parent)
 
 
 async def test_no_history(model: FakeModel, tmp_path: Path) -> None:

@@ -292,6 +292,7 @@ class ChatScreen(Screen[None]):
         """Tell why an answer or a message does not go on. What was typed is typed again."""
         self.queue.give_up()
         self.composer.put_back(self.queue.take_back())
+        self.queue.sync()
         self.say(one_line(error), "error")
 
     def keep_draft(self) -> None:

@@ -310,7 +310,7 @@ class ChatState:
         self._model: ChatModel | None = None
         self._on_left = on_left
         self._defaults_then = self.defaults  # when the open conversation was opened
-        self._told = ""  # the history's problem that the user was told
+        self._told, self._folder = "", ""  # the problem that was told, where it was written
         self.history = self._memory
         if open_history is not None:
             try:
@@ -318,6 +318,7 @@ class ChatState:
                 self.notes = self.history.notes
             except StorageError as error:
                 self.notes = (f"Conversations are not saved: {error}",)
+        self._notes = self.history.notes  # those that were told
         self.conversation = self._new()
 
     @cached_property
@@ -333,7 +334,12 @@ class ChatState:
                 unsent.keep_draft("")
 
     def news(self) -> str:
-        """A line about what is not saved, once for each reason, and once all is saved again."""
+        """A line about what is not saved, once for each reason, and once all is saved again; or
+        what opening the file again has found.
+        """
+        if len(self.history.notes) > len(self._notes):
+            self._notes = self.history.notes
+            return self._notes[-1]
         problem, told = self.history.problem, self._told
         if self.conversation.gone:
             problem = problem or "This conversation was deleted in another window: /export keeps it"
@@ -357,6 +363,9 @@ class ChatState:
         if not folder.strip():
             raise OptionError("name a folder")
         written = self.history.write_unsaved(folder)
+        self._folder = folder
+        if not written:
+            return "It has no words that could be written"
         return f"Written to {', '.join(map(str, written))}; /load reads them"
 
     @property
@@ -485,10 +494,13 @@ class ChatState:
         """Called when the app ends: save what is not saved yet and close the file. Without having
         ``asked`` the user, what cannot be saved is written to a folder; returns the line about it.
         """
-        line = "" if asked else self.unsaved()
-        if line:
+        line = self.unsaved()
+        if asked and not self._folder:
+            line = ""  # it was given up
+        elif line:  # perhaps of an answer that has ended since
             with suppress(StorageError):
-                line = f"{line}. {self.write_unsaved(mkdtemp(prefix='localrt-unsaved-'))}"
+                folder = self._folder or mkdtemp(prefix="localrt-unsaved-")
+                line = f"{line}. {self.write_unsaved(folder)}"
         with suppress(StorageError):  # it was said
             self.history.close()
         self._memory.close()

@@ -56,11 +56,14 @@ _Item = TypeVar("_Item")
 def ask(
     screen: Screen[Any], dialog: ModalScreen[_Answer | None], take: Callable[[_Answer], object]
 ) -> None:
-    """Open a dialog; ``take`` is called with the answer, if there is one."""
+    """Open a dialog; ``take`` is called with the answer, if there is one. Its error is told."""
 
     def closed(answer: _Answer | None) -> None:
-        if answer is not None:
-            take(answer)
+        try:
+            if answer is not None:
+                take(answer)
+        except LocalrtError as error:
+            screen.app.notify(one_line(error), severity="error", markup=False)
 
     screen.app.push_screen(dialog, closed)
 
