@@ -8,12 +8,17 @@ output: where lines do not tell whether code has ended, it asks the parser that 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from markdown_it import MarkdownIt
     from markdown_it.token import Token
+    from pygments.lexer import Lexer
+
+LINKS = ("http://", "https://", "mailto:")
+"""What addresses of links may begin with."""
 
 # An empty line above one that begins a block for sure: it is not indented, and no item of a list.
 _BLOCK = re.compile(r"\n[ \t]*\n(?=[^ \t\n])(?!(?:[-+*]|\d{1,9}[.)])(?:[ \t\n]|\Z)|\d{1,9}\Z)")
@@ -23,12 +28,28 @@ _FORMULA = re.compile(r"^ {0,3}(\\\[|\$\$)", re.MULTILINE)
 _FORMULA_ENDS = {"\\[": "\\]", "$$": "$$"}
 _LONGEST_FORMULA = 4000
 _LONGEST_OPENING = 200
+_LEXER_SECONDS = 0.05
 # Where a block that is too long is cut, the best place first.
 _CODE_PLACES = (r"\S[ \t]*\n(?=[ \t]*\n\S)", r"\S[ \t]*\n")
 _PLACES = (r"(?m:^)(?=[^\W\d_]|[|>]|(?:[-+*]|\d{1,9}[.)])[ \t])", r"\n", " ")
 _COLUMN = r"[ \t]*:?-+:?[ \t]*"
 _TABLE = re.compile(rf"\n {{0,3}}\|?{_COLUMN}(?:\|{_COLUMN})*\|?[ \t]*\n")
 _EMPTY_LINE = re.compile(r"\n[ \t]*\n")
+
+
+def code_tokens(lexer: Lexer, code: str) -> Iterator[tuple[Any, str]]:
+    """Yield the kinds and texts of ``code``, as Pygments' lexer does; without kinds once it has
+    taken ``_LEXER_SECONDS`` of the processor: some take seconds for a few thousand empty lines.
+    """
+    from pygments.token import Text
+
+    until, done = time.thread_time() + _LEXER_SECONDS, 0
+    for kind, text in lexer.get_tokens(code):
+        yield kind, text
+        done += len(text)
+        if time.thread_time() > until:
+            yield Text, code[done:]
+            return
 
 
 class Part(NamedTuple):

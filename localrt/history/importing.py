@@ -40,10 +40,10 @@ _LARGEST_TIME = 1e11  # in seconds; larger ones are in milliseconds
 _PICTURES = "pictures that are not in the file"
 _OTHERS = "parts that are neither text nor pictures"
 _CALLS, _LINES = "calls and results of tools", "lines or files that are not JSON"
-_FOLD = re.compile(
-    r'<details type="(\w+)"[^>]*>\s*(?:<summary>.*?</summary>)?(.*?)</details>\s*', re.DOTALL
-)
-_CITATION = re.compile("\ue200.*?\ue201", re.DOTALL)  # ChatGPT's
+# Each is looked for once from each place: what has no end takes no time.
+_FOLD, _FOLD_END = re.compile(r'<details type="(\w{1,99})"[^>]{0,999}>\s*'), "</details>"
+_SPACE = re.compile(r"\s*")
+_CITATION = re.compile("\ue200[^\ue200\ue201]*\ue201")  # ChatGPT's
 _DATED = """
     UPDATE conversation SET title = ?, (created, updated) =
         (SELECT min(created), max(created) FROM turn WHERE turn.conversation = conversation.id)
@@ -208,14 +208,29 @@ def _open_webui_message(message: _Json) -> _Json:
     said: dict[str, list[str]] = {"message": [], "reasoning": []}
     for item in map(_dict, _list(message.get("output"))):
         said.setdefault(_text(item.get("type")), []).append(_joined(item))
-    for fold in _FOLD.finditer(text) if not message.get("output") else ():
-        lines = html.unescape(fold[2]).strip().splitlines()
-        unquoted = "\n".join(re.sub("^> ?", "", line) for line in lines)
-        said.setdefault(fold[1], []).append(unquoted)
-    text = _FOLD.sub("", text) or "\n".join(said.pop("message"))
+    folds, text = _folds(text)
+    for kind, body in folds if not message.get("output") else ():
+        lines = html.unescape(body).strip().splitlines()
+        said.setdefault(kind, []).append("\n".join(re.sub("^> ?", "", line) for line in lines))
+    text = text or "\n".join(said.pop("message"))
     thinking = "\n\n".join(said.pop("reasoning"))
     calls: list[_Json] = [{} for kind, each in said.items() if kind != "message" for _ in each]
     return {**message, "content": [text, *calls], "thinking": thinking}
+
+
+def _folds(text: str) -> tuple[list[tuple[str, str]], str]:
+    """The kinds and bodies of a text's folds, and the text without them."""
+    folds, rest, at = list[tuple[str, str]](), list[str](), 0
+    while (begun := _FOLD.search(text, at)) and (end := text.find(_FOLD_END, begun.end())) >= 0:
+        body = text[begun.end() : end]
+        if body.startswith("<summary>") and (summary := body.find("</summary>")) >= 0:
+            body = body[summary + len("</summary>") :]
+        folds.append((begun[1], body))
+        rest.append(text[at : begun.start()])
+        after = _SPACE.match(text, end + len(_FOLD_END))
+        assert after is not None, "it may be empty"
+        at = after.end()
+    return folds, "".join([*rest, text[at:]])
 
 
 def _chatgpt(item: _Json) -> _Json:

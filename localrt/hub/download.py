@@ -33,7 +33,6 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import (  # type: ignore[attr-defined]  # documented, not re-exported
     WeakFileLock,
-    build_hf_headers,
     hf_raise_for_status,
     validate_repo_id,
 )
@@ -54,6 +53,7 @@ from localrt.common.formatting import format_bytes, one_line
 from localrt.common.network import network_problem
 from localrt.common.progress import Progress, ProgressCallback
 from localrt.common.settings import Settings
+from localrt.common.version import __version__
 from localrt.hub.cache import CachedRepo
 
 # The HTTP client's root exception; the client depends on huggingface_hub's version.
@@ -149,8 +149,10 @@ def _response(
     Raises:
         HTTP_ERROR, HubError: it is refused, compressed, or redirected without end.
     """
-    # False, not None: with None the library would search for a token.
-    headers |= build_hf_headers(token=settings.read_hub_token() or False)
+    # Not the library's: for those it asks the hub which environment variables to tell it.
+    headers["User-Agent"] = f"localrt/{__version__}"
+    if token := settings.read_hub_token():
+        headers["Authorization"] = f"Bearer {token}"
     headers["Accept-Encoding"] = "identity"  # a range counts the file's own bytes
     request = get_session().build_request("GET", url, headers=headers, **options)
     for _ in range(_REDIRECTS):

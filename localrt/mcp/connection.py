@@ -217,6 +217,8 @@ class Connection:
         if isinstance(error, OSError) and self._config.command:
             return f"cannot be started: {self._config.command}: {reason_of(error)}"
         url = self._config.url
+        if not url:
+            return f"cannot be used: {one_line(error) or type(error).__name__}"
         place = urlsplit(url)
         shown = f"{place.scheme}://{place.netloc.rpartition('@')[2]}{place.path}"
         problem = network_problem(error, place.hostname or "")

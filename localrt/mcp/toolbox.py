@@ -17,6 +17,7 @@ from pathlib import Path
 
 from localrt.common.errors import OptionError
 from localrt.common.files import parse_json
+from localrt.common.formatting import as_line, one_line
 from localrt.engine.types import ToolCall
 from localrt.mcp.config import ServerStatus, Tool, ToolResult, read_servers
 from localrt.mcp.servers import ToolServers
@@ -193,8 +194,9 @@ class Toolbox:
         for tool in status.tools:
             state = "denied" if not config.offers(tool.name) else "left out: its name is taken"
             state = self._permission(tool, conversation) if tool in offered else state
-            about = (tool.description.strip().splitlines() or [""])[0]
-            lines.append(f"  {tool.name} ({state})" + (f": {about}" if about else ""))
+            about = one_line((tool.description.strip().splitlines() or [""])[0])
+            name = as_line(tool.name[:_LONGEST_NAME])
+            lines.append(f"  {name} ({state})" + (f": {about}" if about else ""))
         return lines
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from localrt.chat_format.thinking import parted
 from localrt.common.errors import ContextOverflowError, LocalrtError, StorageError
-from localrt.common.formatting import printable
+from localrt.common.formatting import as_line, printable
 from localrt.common.settings import Settings
 from localrt.engine.types import Chunk, ToolCall
 from localrt.history import AnswerWriter, Conversation, History, Turn
@@ -166,7 +166,7 @@ class OpenCall:
     def shown(self) -> dict[str, Any]:
         """Return what the user decides about, with control characters spelled out."""
         arguments = json.dumps(dict(self.turn.call.arguments), ensure_ascii=False, indent=2)
-        shown = {"title": printable(self.turn.call.title), "arguments": printable(arguments)}
+        shown = {"title": as_line(self.turn.call.title), "arguments": printable(arguments)}
         return {**shown, "asks": self.asks}
 
     async def run(self, service: Service, ctx: int) -> None:

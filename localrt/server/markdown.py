@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 from html import escape, unescape
 from typing import TYPE_CHECKING, Any
 
-from localrt.common.markdown_parts import MarkdownCutter, definitions
+from localrt.common.markdown_parts import LINKS, MarkdownCutter, code_tokens, definitions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,13 +36,13 @@ _DISPLAY = re.compile(
 _CLOSING = {"\\[": "\\]", "$$": "$$"}
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _TASK = re.compile(r"\[([ xX])\]\s")
-_LINKS = ("http://", "https://", "mailto:")
 
 # Characters of a part, which one call renders, of an answer that are sent at first, and of a part
 # whose HTML is kept.
 _LEAST, _MOST, _SHOWN, _KEPT = 4000, 1 << 16, 40_000, 1 << 15
 _LONGEST_FORMULA = 4000  # characters: 0.1 s
 _LONGEST_CODE = 1 << 16
+_MOST_LINKS = 300  # of a part: each takes time as the part is long
 _ENVIRONMENT = re.compile(
     r"\\(begin|end)\{(?:(aligned|split|align|gathered|gather|eqnarray)|dcases)\*?\}"
 )
@@ -115,9 +115,16 @@ def markdown_parser() -> MarkdownIt:
     parser.inline.ruler.before("escape", "formula", _formula)
     parser.inline.ruler.before("escape", "break", _break)
     parser.core.ruler.before("inline", "tasks", _tasks)
+    from markdown_it import rules_core, rules_inline
+
+    linkify, inline = rules_core.linkify, rules_inline.linkify
+    rule = lambda state, silent: not state.env["many"] and inline(state, silent)  # noqa: E731
+    parser.core.ruler.before("inline", "many", _count_links)
+    parser.core.ruler.at("linkify", lambda state: None if state.env["many"] else linkify(state))
+    parser.inline.ruler.at("linkify", rule)
     parser.add_render_rule("math", _math)
     parser.add_render_rule("fence", _fence)
-    parser.validateLink = lambda url: url.lower().startswith(_LINKS)  # type: ignore[method-assign]
+    parser.validateLink = lambda url: url.lower().startswith(LINKS)  # type: ignore[method-assign]
     assert parser.linkify is not None
     parser.linkify.set({"fuzzy_link": False, "fuzzy_email": False})  # `foo.py` is no address
     return parser
@@ -225,11 +232,17 @@ def _coloured(code: str, language: str) -> str:
     if len(code) > _LONGEST_CODE:
         return escape(code)
     parts = list[str]()
-    for kind, text in lexer.get_tokens(code):
+    for kind, text in code_tokens(lexer, code):
         names = (name for family, name in _COLOURS if str(kind).startswith(family, len("Token.")))
         name = next(names, "")
         parts.append(f'<span class="h-{name}">{escape(text)}</span>' if name else escape(text))
     return "".join(parts)
+
+
+def _count_links(state: StateCore) -> None:
+    """Note whether there are so many addresses that making links of them would take long."""
+    links = sum(map(state.src.count, ("://", "@", "www.")))
+    state.env["many"] = links > _MOST_LINKS
 
 
 def _tasks(state: StateCore) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, cast
 
 from markdown_it import MarkdownIt
@@ -32,7 +33,7 @@ from rich.text import Text
 from rich.theme import Theme
 from textual.strip import Strip
 
-from localrt.common.markdown_parts import Part
+from localrt.common.markdown_parts import LINKS, Part, code_tokens
 
 _MARK = "\x1f"  # no text for the terminal contains it
 _WIDE = (
@@ -79,8 +80,8 @@ def without_marks(segments: Iterable[Segment]) -> list[Segment]:
 
 _CLOSING = {"\\[": "\\]", "$$": "$$"}  # delimiters of formulas on their own lines
 _FORMULA = re.compile(
-    r"\\\[.+?\\\]|\\\(.+?\\\)|\$\$.+?\$\$"
-    r"|\$(?![\s\d])[^$\n]+?(?<!\s)\$(?!\w)",  # two prices in a sentence are not a formula
+    r"\\\[.{1,1000}?\\\]|\\\(.{1,1000}?\\\)|\$\$.{1,1000}?\$\$"
+    r"|\$(?![\s\d])[^$\n]{1,1000}?(?<!\s)\$(?!\w)",  # two prices in a sentence are not a formula
     re.DOTALL,
 )
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
@@ -144,6 +145,8 @@ def _parts(child: Token) -> list[Token]:
     elif child.type == "image":
         child.type, child.tag, child.children = "text", "", None
         child.content = f"[image: {child.content or child.attrs.get('src', '')}]"
+    elif child.type == "link_open" and not str(child.attrs.get("href")).lower().startswith(LINKS):
+        child.attrs["href"] = ""  # a terminal may start any program for it
     if child.type != "text":
         return [child]
     parts: list[Token] = []
@@ -285,8 +288,13 @@ class _Code(CodeBlock):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         color = console.get_style("markdown.code_block").bgcolor
         background = color.name if color else "default"
-        lexer = Syntax("", self.lexer_name, theme=self.theme, background_color=background)
-        code = lexer.highlight(str(self.text))
+        how: dict[str, Any] = {"theme": self.theme, "background_color": background}
+        syntax = Syntax("", self.lexer_name, **how)
+        if (lexer := syntax.lexer) is not None:
+            bounded = copy(lexer)
+            bounded.get_tokens = partial(code_tokens, lexer)
+            syntax = Syntax("", bounded, **how)
+        code = syntax.highlight(str(self.text))
         code.rstrip()
         code.no_wrap, code.tab_size = False, 4
         yield Padding(code, (0, 1), style="markdown.code_block")

@@ -34,6 +34,7 @@ from textual.widgets.option_list import Option
 from textual.worker import Worker, WorkerError
 
 from localrt.common.errors import LocalrtError
+from localrt.common.formatting import as_line
 from localrt.history.messages import Decision
 from localrt.mcp.toolbox import PendingCall
 from localrt.tui.commands import COMMANDS
@@ -329,7 +330,7 @@ class AskCall(Dialog[Decision]):
 
     def __init__(self, call: PendingCall) -> None:
         arguments = json.dumps(dict(call.arguments), ensure_ascii=False, indent=2)
-        question = Content.assemble("The model wants to run ", (clean(call.title), HEADING))
+        question = Content.assemble("The model wants to run ", (as_line(call.title), HEADING))
         shown = VerticalScroll(Static(clean(arguments), markup=False))
         keys = "y run once · a always in this conversation · n refuse"
         super().__init__(Static(question, markup=False), shown, keys=keys)
