@@ -53,18 +53,17 @@ def code_tokens(lexer: Lexer, code: str) -> Iterator[tuple[Any, str]]:
 
 
 class Part(NamedTuple):
-    """``text``, with what it needs ``before`` and ``after`` it to stand alone. It ``goes_on`` with
-    the block that the part above it ends in.
+    """``text``, with what it needs ``before`` it to stand alone. It ``goes_on`` with the block that
+    the part above it ends in.
     """
 
     text: str
     before: str = ""
-    after: str = ""
     goes_on: bool = False
 
     @property
     def source(self) -> str:
-        return self.before + self.text + self.after
+        return self.before + self.text
 
 
 def cut(
@@ -84,13 +83,13 @@ def cut(
         else:
             end = _block_end(text, start, start + least, limit, parser, grows)
         if end is None and len(text) < (limit if grows else start + most):
-            return [*parts, Part(text[start:], before, "", goes_on)]
+            return [*parts, Part(text[start:], before, goes_on)]
         if end is not None and end <= start + most:
-            parts.append(Part(text[start:end], before, "", goes_on))
+            parts.append(Part(text[start:end], before, goes_on))
             start, before, goes_on = end, "", False
             continue
-        place, following, after = _place_within(text, before, start, most, end or limit)
-        parts.append(Part(text[start:place], before, after, goes_on))
+        place, following = _place_within(text, before, start, most, end or limit)
+        parts.append(Part(text[start:place], before, goes_on))
         start, before, goes_on = place, following, place != end
 
 
@@ -175,30 +174,23 @@ def _code_end(text: str, fence: str, start: int, limit: int) -> int | None:
     return None if found is None else found.end()
 
 
-def _place_within(
-    text: str, before: str, start: int, most: int, limit: int
-) -> tuple[int, str, str]:
-    """Where to cut a block that is too long, below ``limit``; what the part after that needs before
-    it, and the one above after it.
-    """
-    fence = _FENCE.match(before) or _FENCE.search(text, start, limit)
-    inside = fence is not None and (fence.string is before or fence.start() == start)
-    if fence is not None and not inside:
+def _place_within(text: str, before: str, start: int, most: int, limit: int) -> tuple[int, str]:
+    """Where to cut a block that is too long, below ``limit``, and what the part below needs."""
+    code = before if _FENCE.match(before) else ""
+    fence = None if code else _FENCE.search(text, start, limit)
+    if fence is not None and fence.start() == start:
+        code = text[start : text.find("\n", start, start + _LONGEST_OPENING) + 1]
+    elif fence is not None:
         limit = fence.start()  # a block begins there
-    opening = ""
-    if fence is not None and inside:
-        opening = before or text[start : text.find("\n", start, start + _LONGEST_OPENING) + 1]
-    for pattern in _CODE_PLACES if opening else _PLACES:
+    for pattern in _CODE_PLACES if code else _PLACES:
         if (found := re.compile(pattern).search(text, start + most, limit)) is not None:
             place = found.end()
             break
     else:
         place = limit if limit < start + 2 * most else start + most
-    if fence is not None and opening:
-        return place, opening, fence[0] if text[place - 1] == "\n" else f"\n{fence[0]}"
     piece = before + text[start:place]
-    for table in _TABLE.finditer(piece):
+    for table in () if code else _TABLE.finditer(piece):
         heading = piece[piece.rfind("\n", 0, table.start()) + 1 : table.end()]
         if "|" in heading and _EMPTY_LINE.search(piece, table.end() - 1) is None:
-            return place, heading, ""
-    return place, "", ""
+            return place, heading
+    return place, code

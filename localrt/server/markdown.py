@@ -37,9 +37,8 @@ _CLOSING = {"\\[": "\\]", "$$": "$$"}
 _BREAK = re.compile(r"<br\s*/?>", re.IGNORECASE)
 _TASK = re.compile(r"\[([ xX])\]\s")
 
-# Characters of a part, which one call renders, of an answer that are sent at first, and of a part
-# whose HTML is kept.
-_LEAST, _MOST, _SHOWN, _KEPT = 4000, 1 << 16, 40_000, 1 << 15
+# Characters of a part, and of the parts that are sent at once.
+_LEAST, _MOST, _SHOWN = 4000, 1 << 15, 40_000
 _LONGEST_FORMULA = 4000  # characters: 0.1 s
 _LONGEST_CODE = 1 << 16
 _MOST_LINKS = 300  # of a part: each takes time as the part is long
@@ -91,12 +90,8 @@ class HtmlParts:
         return {"first": first, "html": [_html(part.source, links) for part in parts[first:end]]}
 
 
-def _html(source: str, links: str) -> str:
-    return (_kept_html if len(source) <= _KEPT else _kept_html.__wrapped__)(source, links)
-
-
 @lru_cache(64)
-def _kept_html(source: str, links: str) -> str:
+def _html(source: str, links: str) -> str:
     """Return a part's HTML, which is asked for at every look at an answer."""
     return to_html(source, json.loads(links) if links else None)
 

@@ -399,11 +399,6 @@ class MarkdownSection(Section):
             self._table = above._table if same else above
 
     @property
-    def key(self) -> tuple[Part, str]:
-        """Sections with the same look the same."""
-        return self.part, str(self._links)
-
-    @property
     def readable(self) -> str:
         return self.part.text
 
@@ -545,15 +540,14 @@ class AnswerBlock(TurnBlock):
     def _answer_sections(self, answer: str) -> list[MarkdownSection]:
         cutter, parser, grows = self._cutter, markdown_parser(), not self._finished
         stay = cutter.take(answer, grows=grows)
-        if not grows:
-            links, before = definitions((*cutter.parts, cutter.last), parser), self._links
-            self._links, stay = links, stay if links == before else 0
+        links = self._links if grows else definitions((*cutter.parts, cutter.last), parser)
+        if links != self._links:
+            stay, self._links, self._answer = 0, links, []
         last = cut(cutter.last, parser, least=_SMALL, most=_SLICE) if grows else [cutter.last]
         kept = self._answer[:stay]
-        known = {each.key: each for each in self._answer[stay:]}
+        known = {each.part: each for each in self._answer[stay:]}
         for part in (*cutter.parts[stay:], *(part for part in last if part.text.strip())):
-            section = MarkdownSection(part, self._links)
-            section = known.pop(section.key, section)
+            section = known.pop(part, None) or MarkdownSection(part, links)
             section.put_below(kept[-1] if kept else None)
             kept.append(section)
         self._answer = kept
