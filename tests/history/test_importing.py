@@ -261,3 +261,23 @@ def test_unpacked_size(history: History, tmp_path: Path, monkeypatch: pytest.Mon
         archive.writestr("conversations.json", b"[" + b" " * 10_000 + b"]")
     with pytest.raises(StorageError, match="too large"):
         history.load_file(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\ue200" * 200_000,
+        '<details type="a">' * 50_000,
+        '<details type="a" ' * 50_000,
+        '<details type="a"><summary>' * 50_000,
+    ],
+    ids=["citations", "folds", "half folds", "summaries"],
+)
+def test_marks_without_an_end(history: History, tmp_path: Path, text: str) -> None:
+    """Each was looked for to the end of the text: minutes."""
+    path = tmp_path / "export.json"
+    node = {"message": {"author": {"role": "user"}, "content": {"parts": [text]}}}
+    chat = {"history": {"messages": {"1": {"id": "1", "role": "user", "content": text}}}}
+    path.write_text(json.dumps([{"mapping": {"1": node}}, {"chat": chat}]))
+    found = history.load_file(path).conversations
+    assert [talk.turns[0].content for talk in found] == [text, text]

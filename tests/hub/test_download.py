@@ -109,6 +109,7 @@ def test_a_newer_commit_is_fetched_only_on_request(hub: FakeHub, settings: Setti
     hub.add("org/tiny", {**TINY, SHARD: NEWER}, revision=newer)
     hub.commit_of = lambda revision: newer if revision == "main" else revision  # type: ignore[method-assign]
 
+    assert not [each.path for each in hub.requests if "agent" in each.path], "nothing else"
     hub.requests.clear()
     assert resolve("org/tiny", settings=settings) == old
     new = resolve("org/tiny", settings=settings, refresh=True)

@@ -202,3 +202,19 @@ def test_time_is_bounded(piece: str) -> None:
     begun = time.perf_counter()
     to_html(piece * (20_000 // len(piece)) + "\\]")
     assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize(("times", "linked"), [(3, True), (2000, False)])
+def test_many_addresses(times: int, linked: bool) -> None:
+    """Each would be looked for in all of the text."""
+    html = to_html("https://example.org " * times)
+    assert ("<a " in html) is linked
+    assert html.count("https://example.org") >= times
+
+
+def test_code_that_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of it has no colours, and all of its text."""
+    monkeypatch.setattr("localrt.common.markdown_parts._LEXER_SECONDS", -1.0)
+    html = to_html("```python\nif x:\n    return 'unusual'\n```")
+    assert html.count("<span") == 1
+    assert "unusual" in html
