@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from fnmatch import translate
 from pathlib import Path
 
-from localrt.common.errors import LocalrtError
+from localrt.common.errors import LocalrtError, OptionError
 from localrt.common.files import is_file, read_bytes, text_lines
 
 _LEFT_OUT = ("node_modules", "__pycache__")  # besides hidden files and folders
+_SECONDS = 10.0  # of the processor: a folder of 100,000 files takes a few
 _MOST_BYTES, _MOST_PATTERNS, _LONGEST = 1 << 18, 5_000, 300  # of a file; in all; characters
 
 
@@ -33,6 +35,7 @@ def _walked(folder: Path, most: int) -> Iterator[Path]:
     above = next((each for each in (top, *top.parents) if os.access(each / ".git", os.F_OK)), top)
     outer = [each for each in top.parents if each.is_relative_to(above)]
     rules = [rule for each in outer for rule in _patterns(each, ".gitignore", most)]
+    until = time.thread_time() + _SECONDS
     waiting = [(top, [*rules, *_patterns(above, ".git/info/exclude", most)])]
     while waiting:
         here, rules = waiting.pop()
@@ -42,6 +45,8 @@ def _walked(folder: Path, most: int) -> Iterator[Path]:
         with suppress(OSError):  # a closed folder
             entries = sorted(os.scandir(here), key=lambda entry: entry.name)
         for entry in entries:
+            if time.thread_time() > until:
+                raise OptionError(f"{folder} takes too long to search: attach a part of it")
             path, is_folder = here / entry.name, entry.is_dir(follow_symlinks=False)
             place = path.as_posix().replace("\n", " ").replace("/", "\n") + "\n" * is_folder
             told = (ignores for start, rule, ignores in rules if rule.fullmatch(place, start))
