@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,10 @@ from tests.tui import screen
 from tests.tui.conftest import SIZE, Opening, asked, cleared, running, until
 from tests.tui.fakes import FakeModel
 from tests.tui.screen import idle
+
+
+def ids(history: History) -> list[str]:
+    return [each.id for each in history.list()]
 
 
 async def listed(pilot: Pilot[None]) -> OptionList:
@@ -258,6 +263,51 @@ async def test_remove_fork_pin(model: FakeModel, opening: Opening) -> None:
         await until(pilot, lambda: "Pinned" in screen.notices(app)[-1])
         with opening() as history:
             assert [each.pinned for each in history.list()] == [True, True]
+
+
+async def test_slow_history_takes_keys(
+    model: FakeModel, opening: Opening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the history is searched or read, keys are taken, and what was asked for last counts."""
+    begun, go_on = list[str](), threading.Event()
+
+    def slow(work: Callable[[str], Any]) -> Callable[[str], Any]:
+        return lambda text: (begun.append(text), go_on.wait(60), work(text))[2]
+
+    async with running(model, history=opening) as (app, pilot):
+        for text in ("An apple", "A pear", "A plum"):
+            await asked(pilot, text)
+            await cleared(pilot)
+        options = await listed(pilot)
+        monkeypatch.setattr(app.state, "list", slow(app.state.list))
+        monkeypatch.setattr(app.state, "open", slow(app.state.open))
+        line = app.screen.query_one(Input)
+        await pilot.press("p")
+        await until(pilot, lambda: begun[-1:] == ["p"])
+        await pilot.press(*"ear")
+        await until(pilot, lambda: begun[-1] == "pear")
+        assert line.value == "pear"
+        assert options.option_count == 3
+        await pilot.press("enter")
+        assert isinstance(app.screen, ConversationsScreen), "it is not known yet what is first"
+        go_on.set()
+        await until(pilot, lambda: not isinstance(app.screen, ConversationsScreen))
+        await until(pilot, lambda: screen.users(app) == ["A pear"])
+        options = await listed(pilot)
+        await until(pilot, lambda: options.option_count == 3)
+        row = next(n for n, each in enumerate(options.options) if "A plum" in str(each.prompt))
+        await pilot.press(*["down"] * row)
+        monkeypatch.setattr(app.state, "list", lambda text: [])
+        go_on.clear()
+        await pilot.press("enter")
+        await until(pilot, lambda: not isinstance(app.screen, ConversationsScreen))
+        await pilot.press(*"hello")
+        await until(pilot, lambda: screen.composer(app).text == "hello")
+        assert screen.users(app) == ["A pear"]
+        go_on.set()
+        await until(pilot, lambda: screen.users(app) == ["A plum"])
+    with opening() as history:
+        assert [each.draft for each in map(history.open, ids(history)) if each.draft] == ["hello"]
 
 
 async def test_temporary(model: FakeModel, opening: Opening, tmp_path: Path) -> None:

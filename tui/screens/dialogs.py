@@ -275,7 +275,7 @@ class SearchDialog(Dialog[str], Generic[_Item]):
     def on_resize(self, event: Resize) -> None:
         self.call_after_refresh(self._redraw_all)
 
-    def _redraw_all(self) -> None:
+    async def _redraw_all(self) -> None:
         for place in range(len(self.items)):
             self.redraw(place)
 
@@ -405,10 +405,8 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
         super().__init__(search, "Search conversations", keys=_KEYS)
         self._state = state
 
-    async def on_mount(self) -> None:
         self._wait: Timer | None = None
-        self.fill()
-        await self.filled()  # before other keys
+        self._listing: Worker[None] | None = None
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.prevent_default()  # search only when typing pauses
@@ -419,7 +417,7 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
     def fill(self, *, keep: bool = False) -> None:
         """List in a thread; what was asked for last counts. ``keep`` the place in the list."""
         listing = partial(self._list, keep)
-        self._listing: Worker[None] = self.run_worker(listing, exclusive=True, group="list")
+        self._listing = self.run_worker(listing, exclusive=True, group="list")
 
     async def _list(self, keep: bool) -> None:
         none = "Nothing found" if self.search_text.strip() else "No conversations yet"
@@ -437,12 +435,14 @@ class ConversationsScreen(SearchDialog["ConversationInfo"]):
             if first <= place:
                 self.rows.highlighted = min(place, len(self.items) - 1)
 
-    def _redraw_all(self) -> None:
+    async def _redraw_all(self) -> None:
         self.fill(keep=True)
+        await self.filled()  # before other keys
 
     async def filled(self) -> None:
-        with suppress(WorkerError):
-            await self._listing.wait()
+        while self._listing is not None and not self._listing.is_finished:
+            with suppress(WorkerError):  # another took its place
+                await self._listing.wait()
 
     def draw(self, item: ConversationInfo) -> Content:
         here = "● " if item.id == self._state.conversation.id else "  "
