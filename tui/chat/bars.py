@@ -6,6 +6,7 @@ On a narrow terminal the less important parts of the footer go first.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -20,7 +21,7 @@ from textual.reactive import reactive
 from textual.timer import Timer
 from textual.widget import Widget
 from textual.widgets import Static
-from textual.worker import Worker
+from textual.worker import Worker, WorkerError
 
 from localrt.common.formatting import format_rate
 from localrt.tui.chat.blocks import AnswerBlock, TurnBlock, UserTurn
@@ -50,6 +51,7 @@ class FindBar(Horizontal):
     def __init__(self, view: ConversationView, back: Widget) -> None:
         super().__init__(id="find")
         self._view, self._back = view, back
+        self._search: Worker[None] | None = None
         self._line = Input(placeholder="in this conversation", compact=True)
         self._count = Static("", id="find-count", markup=False)
 
@@ -62,7 +64,7 @@ class FindBar(Horizontal):
     def open(self, query: str = "") -> None:
         """Open with this query or the previous one; if already open, go to the next match."""
         if self.display and self._line.has_focus and not query:
-            self.action_move(1)
+            self.call_later(self.action_move, 1)
             return
         self.display = True
         self._line.value = query or self._line.value
@@ -83,13 +85,16 @@ class FindBar(Horizontal):
     def action_close(self) -> None:
         self.close()
 
-    def action_move(self, step: int) -> None:
+    async def action_move(self, step: int) -> None:
+        if self._search is not None:  # it would begin at the first match again
+            with suppress(WorkerError):  # another one was begun
+                await self._search.wait()
         self._view.find_next(step)
         self._tell()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
+    async def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        self.action_move(1)
+        await self.action_move(1)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
@@ -102,7 +107,7 @@ class FindBar(Horizontal):
 
     def _find(self) -> None:
         """Search in a thread; the latest search counts."""
-        _: Worker[None] = self.run_worker(partial(self._found, self._line.value), exclusive=True)
+        self._search = self.run_worker(partial(self._found, self._line.value), exclusive=True)
 
     async def _found(self, query: str) -> None:
         await self._view.find(query)
