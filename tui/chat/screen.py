@@ -778,10 +778,6 @@ class ChatScreen(Screen[None]):
         self.view.add_notice(text, kind)
         self.view.follow()
 
-    def say_later(self, text: str, kind: Kind) -> None:
-        """As ``say``, for threads."""
-        self.call_later(self.say, text, kind)
-
     def _show_hint(self) -> None:
         hint = ""
         if self._reading is not None:
